@@ -189,7 +189,7 @@ static void decode_page(void *context) {
   page_job *job = context;
   decoding *all = job->all;
   qkv_error error = {0};
-  const qkv_status status = qkv_page_decode(job->code, job->layer, job->image, job->bytes, &job->rows, &error);
+  const qkv_status status = qkv_page_code_decode(job->code, job->layer, job->image, job->bytes, &job->rows, &error);
   leave(job->images);
   free(job);
   (void)pthread_mutex_lock(&all->lock);

@@ -16,7 +16,7 @@ typedef struct kept_code {
   uint8_t *key;  // the model, the session's policy and purpose, packed
   size_t key_bytes;
   const qkv_calibration *calibration;  // NULL: data-free
-  qkv_page_code *code;
+  const qkv_page_code *code;
 } kept_code;
 
 struct qkvi_kept_codes {
@@ -168,7 +168,7 @@ static uint64_t hash_of(const kept_code *row) {
 }
 
 static void forget(kept_code *row) {
-  qkv_page_code_destroy(&row->code);
+  qkv_page_code_unref(&row->code);
   qkv_calibration_unref(&row->calibration);
   free(row->key);
 }

@@ -25,8 +25,8 @@ qkv_rope qkvi_rope_of_message(const Qkv__V1__Rope *from);
 
 // The session's code under the calibration of a version; 0: data-free. `hash` is the calibration's; 0: any that the
 // daemon has of that version. `*code` is the client's, and stays until the client has been asked for CODES_MAX
-// others. `*found_hash`, where not NULL, gets the calibration's hash. NOT_FOUND: the daemon does not have the
-// calibration any more; DATA_LOSS: it has another one.
+// others, unless the caller takes a reference; `*found_hash`, where not NULL, gets the calibration's hash. NOT_FOUND:
+// the daemon does not have the calibration any more; DATA_LOSS: it has another one.
 qkv_code qkvi_code_find(qkv_client *client, const qkvi_coded_session *session, uint32_t version, uint64_t hash,
                         const qkv_page_code **code, uint64_t *found_hash, qkv_call_error *error);
 

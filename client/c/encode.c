@@ -64,8 +64,8 @@ static void encode_page(void *context) {
   const qkv_tensor k = page_rows(&all->rows[QKV_K], slot->first), v = page_rows(&all->rows[QKV_V], slot->first);
   qkv_error error = {0};
   size_t bytes = 0;
-  const qkv_status status = qkv_page_encode(all->code, item->layer, item->position + slot->first, &k, &v,
-                                            item->k_before_rope, slot->image, &bytes, &error);
+  const qkv_status status = qkv_page_code_encode(all->code, item->layer, item->position + slot->first, &k, &v,
+                                                 item->k_before_rope, slot->image, &bytes, &error);
   (void)pthread_mutex_lock(&all->lock);
   slot->bytes = bytes;
   if (status != QKV_OK && all->error.status == QKV_OK) all->error = error;
@@ -183,7 +183,7 @@ static qkv_code find_code(encoding *all, qkv_call_error *error) {
     code = qkvi_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers",
                      all->item->layer, session.info->model, session.model->model->layers);
   if (code == QKV_OK) {
-    all->page_bytes = qkv_page_bytes_max_of(all->code, all->item->layer);
+    all->page_bytes = qkv_page_code_bytes_max(all->code, all->item->layer);
     all->tokens = sealed_tokens(all, session.info->policy);
   }
   qkvi_coded_session_free(&session);

@@ -513,6 +513,55 @@ typedef struct qkv_client_layer_rows {
 qkv_code qkv_client_fetch_decoded(qkv_client *client, const qkv_client_fetch *request, unsigned threads,
                                   qkv_client_layer_rows *layers, qkv_call_error *error);
 
+// Pages decoded and coded by the caller, on threads of its own, with the codecs and kernels that the daemon has. A
+// page code is what the pages of a session are coded by under one calibration, or without one. It needs its client no
+// more once it is there, is immutable, and may be used by any number of threads at the same time.
+typedef struct qkv_page_code qkv_page_code;
+
+// Asks the daemon for the code of `page`, which a coded fetch of this session gave; NULL: of pages to come. *code is
+// the caller's, to be given back by qkv_page_code_free. A calibration crosses once, as with qkv_client_fetch_decoded.
+// NOT_FOUND: there is no session of this name, or no session has pages of the calibration any more. INVALID_ARGUMENT:
+// `page` is too short to be one. DATA_LOSS: the daemon's calibration has other content than the page says. On failure
+// *code is NULL.
+qkv_code qkv_client_get_page_code(qkv_client *client, const char *session, const qkv_client_page *page,
+                                  const qkv_page_code **code, qkv_call_error *error);
+// Gives it back and clears *code, which may be NULL.
+void qkv_page_code_free(const qkv_page_code **code);
+
+// Most bytes of a page of a layer; 0: the model has no such layer, or the layer keeps exact rows and has no pages.
+size_t qkv_page_bytes_max(const qkv_page_code *code, uint32_t layer);
+
+// Where rows of a page go: those of its valid tokens [first, first + tokens).
+typedef struct qkv_client_page_rows {
+  uint32_t first, tokens;
+  int dtype;         // QKV_CLIENT_*
+  bool before_rope;  // keys as projected; else as attended
+  void *k, *v;       // dense [tokens][kv_heads][dim]; NULL: not wanted
+} qkv_client_page_rows;
+
+// Decodes a page, which may be anything, to the bits that a fetch gives of its rows. The page's `position` and
+// `calibration_hash` are not looked at. INVALID_ARGUMENT: a layer that the model does not have or that has no pages,
+// tokens that are not valid, an unknown dtype. DATA_LOSS: it is damaged, or no page of this code. On failure nothing
+// is written.
+qkv_code qkv_page_decode(const qkv_page_code *code, const qkv_client_page *page, const qkv_client_page_rows *rows,
+                         qkv_call_error *error);
+
+// Rows to code: k [tokens, kv_heads, key_dim] and v [tokens, kv_heads, value_dim], 1 to 64 tokens. A page that others
+// follow in a session has 64.
+typedef struct qkv_client_rows_to_code {
+  uint32_t layer;
+  uint64_t position;  // of the first token
+  bool before_rope;   // keys are as projected; else as attended
+  qkv_client_tensor k, v;
+} qkv_client_rows_to_code;
+
+// Codes rows as the daemon would (without a quality contract) into `image`, the caller's, of at least
+// qkv_page_bytes_max bytes and any alignment, and fills in *page, whose `image` that is: what qkv_client_item.pages
+// takes. INVALID_ARGUMENT: `capacity`, a layer, a shape, a position of 2^53 - 64 or more, "k[3, 0, 17] is nan, ...";
+// *page is then zeroed, and what is in `image` undefined.
+qkv_code qkv_page_encode(const qkv_page_code *code, const qkv_client_rows_to_code *rows, void *image, size_t capacity,
+                         qkv_client_page *page, qkv_call_error *error);
+
 // ---- opaque objects ----
 
 // Bytes with a name (docs/objects.md), in the caller's memory.

@@ -3,6 +3,7 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +13,8 @@
 struct qkv_page_code {
   qkv_model model;  // with overrides of its own, and neither calibration nor learner
   qkv_coding *coding;
+  const qkv_calibration *calibration;  // NULL: none
+  atomic_size_t references;
 };
 
 // ---- Life ----
@@ -28,7 +31,7 @@ static qkv_status check(const qkv_model *model, const qkv_policy *policy, const 
 }
 
 qkv_status qkv_page_code_create(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
-                                const qkv_calibration *calibration, qkv_page_code **out, qkv_error *error) {
+                                const qkv_calibration *calibration, const qkv_page_code **out, qkv_error *error) {
   *out = NULL;
   QKV_TRY(check(model, policy, calibration, error));
   qkv_page_code *code = calloc(1, sizeof *code);
@@ -41,14 +44,26 @@ qkv_status qkv_page_code_create(const qkv_model *model, const qkv_policy *policy
   if (model->override_count > 0)
     memcpy(code->model.overrides, model->overrides, model->override_count * sizeof *model->overrides);
   code->coding = qkv_coding_get(&code->model, policy, purpose, calibration);
+  code->calibration = qkv_calibration_ref(calibration);
+  atomic_init(&code->references, 1);
   *out = code;
   return QKV_OK;
 }
 
-void qkv_page_code_destroy(qkv_page_code **code) {
-  qkv_page_code *left = *code;
-  if (left == NULL) return;
+const qkv_page_code *qkv_page_code_ref(const qkv_page_code *code) {
+  // The count is the one thing that changes.
+  const size_t before =
+      atomic_fetch_add_explicit(&((qkv_page_code *)(uintptr_t)code)->references, 1, memory_order_relaxed);
+  assert(before > 0);
+  (void)before;
+  return code;
+}
+
+void qkv_page_code_unref(const qkv_page_code **code) {
+  qkv_page_code *left = (qkv_page_code *)(uintptr_t)*code;
   *code = NULL;
+  if (left == NULL || atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) != 1) return;
+  qkv_calibration_unref(&left->calibration);
   qkv_coding_unref(&left->coding);
   free(left->model.overrides);
   free(left);
@@ -87,8 +102,8 @@ static void *aligned_copy(const void *image, size_t bytes) {
   return copy;
 }
 
-qkv_status qkv_page_decode(const qkv_page_code *code, uint32_t layer, const void *image, size_t bytes,
-                           const qkv_page_rows *rows, qkv_error *error) {
+qkv_status qkv_page_code_decode(const qkv_page_code *code, uint32_t layer, const void *image, size_t bytes,
+                                const qkv_page_rows *rows, qkv_error *error) {
   const qkv_coder *coder = NULL;
   QKV_TRY(find_coder(code, layer, &coder, error));
   assert(coder != NULL);
@@ -110,7 +125,15 @@ qkv_status qkv_page_decode(const qkv_page_code *code, uint32_t layer, const void
 
 // ---- Into a page ----
 
-size_t qkv_page_bytes_max_of(const qkv_page_code *code, uint32_t layer) {
+uint32_t qkv_page_code_layers(const qkv_page_code *code) {
+  return code->model.layers;
+}
+
+const qkv_calibration *qkv_page_code_calibration(const qkv_page_code *code) {
+  return code->calibration;
+}
+
+size_t qkv_page_code_bytes_max(const qkv_page_code *code, uint32_t layer) {
   const qkv_coder *coder = qkv_coding_layer(code->coding, layer);
   return qkv_codec_is_exact(coder->codec) ? 0 : coder->codec->page_bytes_max(coder);
 }
@@ -150,8 +173,8 @@ static qkv_status convert(const qkv_page_code *code, const qkv_tensor *tensor, q
   return QKV_OK;
 }
 
-qkv_status qkv_page_encode(const qkv_page_code *code, uint32_t layer, uint64_t position, const qkv_tensor *k,
-                           const qkv_tensor *v, bool before_rope, void *image, size_t *bytes, qkv_error *error) {
+qkv_status qkv_page_code_encode(const qkv_page_code *code, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                const qkv_tensor *v, bool before_rope, void *image, size_t *bytes, qkv_error *error) {
   const qkv_model *model = &code->model;
   const qkv_coder *coder = NULL;
   QKV_TRY(find_coder(code, layer, &coder, error));

@@ -28,11 +28,13 @@ def test_python_example(daemon, stub):
     assert daemon.status().sessions == 0
 
 
-def test_c_example(daemon, stub):
-    result = subprocess.run([os.path.join(os.environ["QKV_BIN_DIR"], "example_attend"), daemon.target],
+@pytest.mark.parametrize("example,output", [("attend", r"\[1, 8, 64\] length 100\n"),
+                                            ("pages", r"64 tokens of one page of \d+ bytes\n")])
+def test_c_example(daemon, stub, example, output):
+    result = subprocess.run([os.path.join(os.environ["QKV_BIN_DIR"], f"example_{example}"), daemon.target],
                             env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "[1, 8, 64] length 100\n"
+    assert re.fullmatch(output, result.stdout)
     assert daemon.status().sessions == 0
 
 

@@ -131,27 +131,27 @@ static void test_page_code(void **state) {
   (void)state;
   qkv_model model = test_model(2, 2, 16, 8, QKV_BF16);
   const qkv_policy policy = test_policy(3, 2, 0);
-  qkv_page_code *code = NULL;
+  const qkv_page_code *code = NULL;
   qkv_error error = {0};
   if (qkv_page_code_create(&model, &policy, QKV_PURPOSE_ATTEND, NULL, &code, &error) != QKV_OK)
     fail_msg("%s", error.text);
   sequence rows = make_sequence(&model, 64, 3);
   row_pair pair;
   make_pair(&pair, &rows, 0, 64, QKV_FP32);
-  const size_t most = qkv_page_bytes_max_of(code, 1);
+  const size_t most = qkv_page_code_bytes_max(code, 1);
   uint8_t *image = aligned_alloc(64, (most + 127) / 64 * 64), *shifted = malloc(most + 1);
   size_t bytes = 0;
-  assert_int_equal(qkv_page_encode(code, 1, 128, &pair.k.tensor, &pair.v.tensor, false, image, &bytes, &error),
+  assert_int_equal(qkv_page_code_encode(code, 1, 128, &pair.k.tensor, &pair.v.tensor, false, image, &bytes, &error),
                    QKV_OK);
   assert_in_range(bytes, 64, most);
 
   // Some of its tokens, from any alignment.
   static float k[64][2][16], v[64][2][8], some[10][2][16];
   qkv_page_rows all = {.tokens = 64, .dtype = QKV_FP32, .k = k, .v = v};
-  assert_int_equal(qkv_page_decode(code, 1, image, bytes, &all, &error), QKV_OK);
+  assert_int_equal(qkv_page_code_decode(code, 1, image, bytes, &all, &error), QKV_OK);
   memcpy(shifted + 1, image, bytes);
   const qkv_page_rows few = {.first = 50, .tokens = 10, .dtype = QKV_FP32, .k = some};
-  assert_int_equal(qkv_page_decode(code, 1, shifted + 1, bytes, &few, &error), QKV_OK);
+  assert_int_equal(qkv_page_code_decode(code, 1, shifted + 1, bytes, &few, &error), QKV_OK);
   assert_memory_equal(some, k[50], sizeof some);
   double distance = 0, size = 0;
   for (size_t i = 0; i < sizeof k / 4; i++) {
@@ -161,24 +161,24 @@ static void test_page_code(void **state) {
   assert_true(distance < 0.05 * size);
 
   // What is refused.
-  assert_int_equal(qkv_page_decode(code, 2, image, bytes, &all, &error), QKV_DATA_LOSS);
-  assert_int_equal(qkv_page_decode(code, 4, image, bytes, &all, &error), QKV_INVALID_ARGUMENT);
-  assert_int_equal(qkv_page_decode(code, 1, image, bytes - 1, &all, &error), QKV_DATA_LOSS);
+  assert_int_equal(qkv_page_code_decode(code, 2, image, bytes, &all, &error), QKV_DATA_LOSS);
+  assert_int_equal(qkv_page_code_decode(code, 4, image, bytes, &all, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_page_code_decode(code, 1, image, bytes - 1, &all, &error), QKV_DATA_LOSS);
   all.first = UINT32_MAX;
-  assert_int_equal(qkv_page_decode(code, 1, image, bytes, &all, &error), QKV_INVALID_ARGUMENT);
+  assert_int_equal(qkv_page_code_decode(code, 1, image, bytes, &all, &error), QKV_INVALID_ARGUMENT);
   image[200] ^= 1;
   all.first = 0;
-  assert_int_equal(qkv_page_decode(code, 1, image, bytes, &all, &error), QKV_DATA_LOSS);
+  assert_int_equal(qkv_page_code_decode(code, 1, image, bytes, &all, &error), QKV_DATA_LOSS);
   ((float *)pair.k.segment.data)[37] = NAN;
   error = (qkv_error){0};
-  assert_int_equal(qkv_page_encode(code, 1, 0, &pair.k.tensor, &pair.v.tensor, false, image, &bytes, &error),
+  assert_int_equal(qkv_page_code_encode(code, 1, 0, &pair.k.tensor, &pair.v.tensor, false, image, &bytes, &error),
                    QKV_INVALID_ARGUMENT);
   assert_non_null(strstr(error.text, "k[1, 0, 5] is "));
   pair.k.tensor.dims[0] = 65;
-  assert_int_equal(qkv_page_encode(code, 1, 0, &pair.k.tensor, &pair.v.tensor, false, image, &bytes, &error),
+  assert_int_equal(qkv_page_code_encode(code, 1, 0, &pair.k.tensor, &pair.v.tensor, false, image, &bytes, &error),
                    QKV_INVALID_ARGUMENT);
   qkv_policy unset = QKV_POLICY_UNSET;
-  qkv_page_code *none = code;
+  const qkv_page_code *none = code;
   assert_int_equal(qkv_page_code_create(&model, &unset, QKV_PURPOSE_ATTEND, NULL, &none, &error),
                    QKV_INVALID_ARGUMENT);
   assert_null(none);
@@ -186,7 +186,13 @@ static void test_page_code(void **state) {
   free(shifted);
   free_pair(&pair);
   free_sequence(&rows);
-  qkv_page_code_destroy(&code);
+  // The last one who holds it frees it.
+  const qkv_page_code *other = qkv_page_code_ref(code);
+  qkv_page_code_unref(&other);
+  assert_null(other);
+  assert_int_equal(qkv_page_code_layers(code), 4);
+  assert_null(qkv_page_code_calibration(code));
+  qkv_page_code_unref(&code);
 }
 
 int main(void) {
