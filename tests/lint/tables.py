@@ -1,13 +1,17 @@
-"""Every metric is updated somewhere and every option is used somewhere, outside the tables that list them.
+"""Every metric is updated somewhere and every option is used somewhere, outside the tables that list them; libqkv
+exports the functions of its header and no others; docs/protocol.md lists every call.
 
 Usage: tables.py ROOT
 """
 
+import os
 import re
 import sys
 
 from files import Report, is_c, project_files, read
 
+CLIENT_HEADER, EXPORTS = "client/c/qkv.h", "client/c/qkv.map"
+PROTOCOL = "docs/protocol.md"
 METRIC_HEADER = "server/metrics.h"
 # A row of the metric X-macro: X(APPEND_TOKENS, "qkvd_append_tokens_total", QKV_COUNTER, "..."). Its enum constant is
 # QKV_METRIC_APPEND_TOKENS.
@@ -46,11 +50,37 @@ def check_options(report, sources):
         report.violation("server", 0, "no option tables found: have they changed their form?")
 
 
+def check_exports(report, header, exports):
+    """The functions of the header and the linker's list of exports are the same."""
+    if header is None or exports is None:
+        return
+    declared = set(re.findall(r"\b(qkv_\w+)\(", re.sub(r"//.*", "", header)))
+    exported = set(re.findall(r"\b(qkv_\w+);", re.sub(r"#.*", "", exports)))
+    for name in sorted(declared - exported):
+        report.violation(EXPORTS, 0, f"does not export {name}, which {CLIENT_HEADER} declares")
+    for name in sorted(exported - declared):
+        report.violation(EXPORTS, 0, f"exports {name}, which {CLIENT_HEADER} does not declare")
+
+
+def check_calls(report, protocol, contracts):
+    """The list of calls in the protocol guide has every call of the contract."""
+    if protocol is None:
+        return
+    listed = set(re.findall(r"\w+", "\n".join(re.findall(r"^\| (`.*?) \|", protocol, re.MULTILINE))))
+    for path, text in contracts.items():
+        for call in re.findall(r"^\s*rpc (\w+)\(", text, re.MULTILINE):
+            if call not in listed:
+                report.violation(path, 0, f"{PROTOCOL} does not list {call}")
+
+
 def main(root):
     report = Report()
     sources = {path: read(root, path) for path in project_files(root) if is_c(path)}
     check_metrics(report, sources)
     check_options(report, sources)
+    check_exports(report, sources.get(CLIENT_HEADER), read(root, EXPORTS) if CLIENT_HEADER in sources else None)
+    check_calls(report, read(root, PROTOCOL) if os.path.exists(os.path.join(root, PROTOCOL)) else None,
+                {path: read(root, path) for path in project_files(root) if path.startswith("proto/qkv/")})
     report.exit()
 
 
