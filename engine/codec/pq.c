@@ -142,7 +142,7 @@ static void pq_accumulate(const qkv_part_coder *coder, const uint8_t *block, con
       for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) scaled[t][i] = row[t] * sizes[t];
     }
     for (size_t s = 0; s < subs_of(coder); s++) {
-      lanes found[QKV_PQ_WIDTH_MAX];
+      lanes found[QKV_PQ_WIDTH_MAX] = {{0}};
       const uint8_t *codes = codes_of(block) + s * QKV_PAGE_TOKENS;
       if (book->width == 2) add_points(book->points, 2, codes, scaled, found);
       if (book->width == 4) add_points(book->points, 4, codes, scaled, found);
