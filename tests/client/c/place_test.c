@@ -56,8 +56,8 @@ static int setup(void **state) {
   fixture_make_directory(directory, sizeof directory);
   for (size_t i = 0; i < DAEMONS; i++) {
     (void)snprintf(target_of[i], sizeof target_of[i], "unix:%s/%zu.sock", directory, i);
-    (void)snprintf(targets + strlen(targets), sizeof targets - strlen(targets), "%s%s", i > 0 ? "," : "",
-                   target_of[i]);
+    const size_t left = sizeof targets - strlen(targets);
+    assert_in_range(snprintf(targets + strlen(targets), left, "%s%s", i > 0 ? "," : "", target_of[i]), 1, left - 1);
     start(i);
     ok(qkv_client_connect(target_of[i], NULL, &alone[i], &error), &error);
   }
