@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot packages proxies chart compose commands page) # only when they are asked for
+readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot packages arm64 proxies chart compose commands page) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -38,6 +38,8 @@ Not among them unless asked for:
             installs mmdebstrap and systemd-container, needs root, 2 minutes
   packages  the Debian packages of deploy/debian.sh, built, checked by lintian, and booted likewise: installed, upgraded
             without a call that fails, purged; and a C program built with libqkv-dev; needs root, 5 minutes
+  arm64     the daemon and its tools for 64-bit ARM, cross-built by deploy/arm64.sh; tests of sessions, forks, prefixes, streams
+            and data directories with that daemon, run by qemu; needs root, 10 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
   chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
             installs with pip, 1 minute
@@ -189,6 +191,24 @@ run_boot() {
 run_packages() {
   qkv_install mmdebstrap systemd-container dpkg-dev debhelper lintian
   tests/deploy/packages.sh
+}
+
+run_arm64() {
+  qkv_install mmdebstrap
+  say "build arm64"
+  deploy/arm64.sh --target qkvd --target qkvctl --target qkv-worker --target e2e_stubs
+  say "tests of the arm64 build"
+  local program
+  mkdir -p build/arm64/emulated
+  for program in qkvd qkvctl qkv-worker; do
+    printf '#!/bin/sh\nexec qemu-aarch64 -L "%s" "%s" "$@"\n' "$PWD/build/arm64-root" "$PWD/build/arm64/bin/$program" \
+      >"build/arm64/emulated/$program"
+    chmod +x "build/arm64/emulated/$program"
+  done
+  # QKV_SANITIZE: as slow as sanitized builds.
+  PYTHONPATH=$PWD/build/arm64/tests/e2e/stubs QKV_STUBS=$PWD/build/arm64/tests/e2e/stubs PYTHONDONTWRITEBYTECODE=1 \
+    QKV_BIN_DIR=$PWD/build/arm64/emulated QKV_SANITIZE=qemu \
+    /usr/bin/python3 -m pytest -p no:cacheprovider -q tests/e2e/test_{sessions,forks,prefixes,streams,golden_directory}.py
 }
 
 run_proxies() {
