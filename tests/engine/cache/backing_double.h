@@ -87,7 +87,7 @@ static inline qkv_tier_capacity double_capacity(void *context) {
   const backing_double *made = context;
   uint64_t held = 0;
   for (uint64_t i = 1; i <= made->count; i++) held += made->records[i].state != QKV_RECORD_GONE;
-  return (qkv_tier_capacity){.bytes = held, .bytes_max = held + made->room};
+  return (qkv_tier_capacity){.bytes = held, .bytes_max = held + made->capacity};
 }
 
 static inline void double_cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
