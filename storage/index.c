@@ -499,7 +499,7 @@ static qkvi_entry *list_entries(const qkvi_index *index, const index_session *se
 }
 
 static packed_session *pack_entries(const qkvi_entry *entries, uint32_t count) {
-  uint8_t *data = checked(malloc((size_t)count * PACKED_MAX)), *at = data;
+  uint8_t *data = checked(malloc((size_t)count * PACKED_MAX + 1)), *at = data;
   qkvi_entry wanted = {0};
   packed_session head = {.count = count, .first_segment = UINT32_MAX};
   for (uint32_t i = 0; i < count; i++) {

@@ -87,7 +87,7 @@ qkv_code qkv_page_encode(const qkv_page_code *code, const qkv_client_rows_to_cod
   void *copy = aligned == NULL ? aligned_alloc(IMAGE_ALIGN, (most / IMAGE_ALIGN + 1) * IMAGE_ALIGN) : NULL;
   assert(aligned != NULL || copy != NULL);
   const qkv_status status = encode(code, rows, aligned != NULL ? aligned : copy, &bytes, &reason);
-  if (status == QKV_OK && copy != NULL) memcpy(image, copy, bytes);
+  if (status == QKV_OK && aligned == NULL) memcpy(image, copy, bytes);
   free(copy);
   if (status != QKV_OK) return qkvi_fail_with(error, &reason);
   *page = (qkv_client_page){.layer = rows->layer,

@@ -121,7 +121,7 @@ void qkvi_session_keep_ranges(qkv_session *session, uint32_t layer);
 // pages each is ended. And frees them.
 session_layers *qkvi_session_new_layers(qkv_session *session);
 void qkvi_session_end_new_layer(locked_layer *layer);
-void qkvi_session_free_layers(qkv_session *session, session_layers *layers);
+void qkvi_session_free_layers(qkv_session *session, session_layers *made);
 // Counts what a folded session takes, by 1 or -1: its bytes on the tier in its account, its pages for all sessions.
 void qkvi_session_count_folded(const qkv_session *session, int sign);
 // Makes the layers of a folded session, with its lock `making`.

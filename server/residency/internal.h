@@ -1,7 +1,7 @@
 // What the parts of the residency share: budget.c (reservations of memory), eviction.c, write_back.c (writes to the
 // SSD), acknowledge.c (durability), restore.c and read_ahead.c (reads from the SSD), catalogue.c (the journal),
-// unconfirmed.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c (waiting),
-// upkeep.c, fold.c (fold.h).
+// unconfirmed.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c
+// (waiting), upkeep.c, fold.c (fold.h).
 #ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
 #define QKV_SERVER_RESIDENCY_INTERNAL_H
 
