@@ -83,11 +83,11 @@ qkv_code qkv_page_encode(const qkv_page_code *code, const qkv_client_rows_to_cod
   *page = (qkv_client_page){0};
   if (capacity < most)
     return qkvi_fail(error, QKV_INVALID_ARGUMENT, "capacity is %zu, at least %zu are needed", capacity, most);
-  void *aligned = (uintptr_t)image % IMAGE_ALIGN == 0 ? image : NULL;
-  void *copy = aligned == NULL ? aligned_alloc(IMAGE_ALIGN, (most / IMAGE_ALIGN + 1) * IMAGE_ALIGN) : NULL;
-  assert(aligned != NULL || copy != NULL);
-  const qkv_status status = encode(code, rows, aligned != NULL ? aligned : copy, &bytes, &reason);
-  if (status == QKV_OK && aligned == NULL) memcpy(image, copy, bytes);
+  const bool aligned = (uintptr_t)image % IMAGE_ALIGN == 0;
+  void *copy = aligned ? NULL : aligned_alloc(IMAGE_ALIGN, (most / IMAGE_ALIGN + 1) * IMAGE_ALIGN);
+  assert(aligned || copy != NULL);
+  const qkv_status status = encode(code, rows, aligned ? image : copy, &bytes, &reason);
+  if (status == QKV_OK && !aligned) memcpy(image, copy, bytes);
   free(copy);
   if (status != QKV_OK) return qkvi_fail_with(error, &reason);
   *page = (qkv_client_page){.layer = rows->layer,
