@@ -37,7 +37,7 @@ Not among them unless asked for:
   boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;
             installs mmdebstrap and systemd-container, needs root, 2 minutes
   packages  the Debian packages of deploy/debian.sh, built, checked by lintian, and booted likewise: installed, upgraded
-            without a call that fails, purged; and a C program built with libqkv-dev; needs root, 5 minutes
+            while calls come, purged; and a C program built with libqkv-dev; needs root, 5 minutes
   arm64     the daemon and its tools for 64-bit ARM, cross-built by deploy/arm64.sh; tests of sessions, forks, prefixes, streams
             and data directories with that daemon, run by qemu; needs root, 10 minutes
   proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them

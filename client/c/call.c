@@ -172,6 +172,9 @@ static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice 
   const char *text = (const char *)GRPC_SLICE_START_PTR(details);
   // gRPC's own where a stream went before its connection did ("Stream removed"); a daemon never answers UNKNOWN.
   if (status == GRPC_STATUS_UNKNOWN) status = GRPC_STATUS_UNAVAILABLE;
+  // What this client cancels has another status. A daemon that stops resets calls that came too late.
+  const bool reset = status == GRPC_STATUS_CANCELLED;
+  if (reset) status = GRPC_STATUS_UNAVAILABLE;
   static const char timed_out[] = "Deadline Exceeded";
   if (status == GRPC_STATUS_OK) {
     (void)qkvi_ok(outcome);
@@ -179,6 +182,9 @@ static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice 
              (length == 0 || (length == sizeof timed_out - 1 && memcmp(text, timed_out, (size_t)length) == 0))) {
     (void)qkvi_fail(outcome, (qkv_code)status, "no answer to %s within %lld ms", call->method,
                     (long long)call->client->options.timeout_ms);
+  } else if (reset) {
+    (void)qkvi_fail(outcome, (qkv_code)status, "%s has ended the call, as it does when it stops",
+                    call->client->target);
   } else if (length == 0) {
     (void)qkvi_fail(outcome, (qkv_code)status, "%s: %s", call->method, qkv_status_text((qkv_status)status));
   } else if (status == GRPC_STATUS_UNAVAILABLE && qkvi_socket_hung_up(call->client->fd)) {
