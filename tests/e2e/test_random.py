@@ -319,7 +319,8 @@ class Worker(threading.Thread):
         if not one.lock.acquire(blocking=False):
             return
         try:
-            if one.name in self.world.sessions:
+            # Where the kill has cut off another worker's call, what that has done is known only after the next start.
+            if one.name in self.world.sessions and one.least is None:
                 actions = {self.append: 40, self.sink: 5, self.demote: 5, self.prefetch: 5, self.truncate: 8, self.ask: 6,
                            self.attend: 4, self.pin: 2, self.compact: 1}
                 actions.update({self.fork: 10, self.open_prefix: 6, self.copy: 3} if few else {})
