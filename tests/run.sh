@@ -40,7 +40,8 @@ Not among them unless asked for:
             while calls come, purged; and a C program built with libqkv-dev; needs root, 5 minutes
   arm64     the daemon and its tools for 64-bit ARM, cross-built by deploy/arm64.sh; tests of sessions, forks, prefixes, streams
             and data directories with that daemon, run by qemu; needs root, 10 minutes
-  proxies   sessions, kill -9 and drains behind HAProxy, nginx and Envoy as deploy/proxies sets them up; installs them
+  proxies   sessions, kill -9, drains, TLS and the smallest call behind HAProxy, nginx and Envoy as deploy/proxies sets them up;
+            installs them, 2 minutes
   chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
             installs with pip, 1 minute
   compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, and a Prometheus, in which every

@@ -1,15 +1,20 @@
 #!/usr/bin/python3
 """Traffic through the proxies of deploy/proxies: three daemons behind each of them.
 
-Sessions spread over all daemons, every kind of call passes, kill -9 of a daemon moves its sessions alone, and, where the
-proxy sees health, a daemon that drains gets no further calls. Started by tests/deploy/proxies.sh, which says how.
+Sessions spread over all daemons, every kind of call passes, kill -9 of a daemon moves its sessions alone, and a daemon that
+drains gets no further calls: the proxy sees its health, or has been told by its configuration (nginx). With the examples'
+TLS, clients with a certificate are served and others are not, and a token's tenant reaches the daemon. Started by
+tests/deploy/proxies.sh, which says how.
 """
 
 import argparse
+import contextlib
+import hashlib
 import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -30,6 +35,7 @@ from qkv.v1 import kv_cache_pb2_grpc  # noqa: E402
 
 SESSIONS = 60
 TOKENS = 100
+ADDED_US_MAX = {"haproxy": 200}  # what the proxy may add to the smallest call
 UNARY = ("RegisterModel", "OpenSession", "GetSession", "Attend")
 
 
@@ -50,23 +56,43 @@ def free_port():
         return taken.getsockname()[1]
 
 
-class Proxy:
-    """A proxy with its example, whose ports are others."""
+def example_of(name, tls):
+    """An example in clear, or with what follows its line "With TLS", and without what is "in clear"."""
+    lines, of_tls = [], False
+    for line in (ROOT / "deploy/proxies" / name).read_text().splitlines():
+        comment = line.lstrip().startswith("#")
+        if comment and of_tls:
+            lines += [line.replace("#", "", 1)] if tls else []
+        elif not (tls and line.endswith("# in clear")):
+            lines.append(line)
+        of_tls = comment and (of_tls or "# With TLS" in line)
+    return "\n".join(lines).replace("/etc/qkvd/tls", str(tls)) + "\n"
 
-    def __init__(self, command, check, example, backends, folder):
+
+class Proxy:
+    """A proxy with its example, whose ports are others, and whose TLS files are those of the folder `tls`."""
+
+    def __init__(self, command, check, example, backends, folder, tls=None):
         self.port = free_port()
-        text = (ROOT / "deploy/proxies" / example).read_text()
+        text = example_of(example, tls)
         for old, new in [(7580, self.port)] + [(7581 + i, port) for i, port in enumerate(backends)]:
             text, count = re.subn(rf"\b{old}\b", str(new), text)
             assert count == 1, f"{example} has port {old} {count} times"
-        config = pathlib.Path(folder) / example
-        config.write_text(text)
-        words = {"CONFIG": str(config), "FOLDER": str(folder)}
+        self.config = pathlib.Path(folder) / example
+        self.config.write_text(text)
+        words = {"CONFIG": str(self.config), "FOLDER": str(folder)}
         subprocess.run([words.get(word, word) for word in check], check=True, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
         self.log = open(pathlib.Path(folder) / f"{example}.log", "wb")
         self.process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL"] + [words.get(word, word) for word in command],
                                         stdout=self.log, stderr=self.log)
+
+    def leave_out(self, port):
+        """What nginx has to be told before a daemon is stopped."""
+        text = self.config.read_text()
+        assert text.count(f":{port} ") == 1
+        self.config.write_text(text.replace(f":{port} ", f":{port} down "))
+        self.process.send_signal(signal.SIGHUP)
 
     def __enter__(self):
         return self
@@ -81,13 +107,14 @@ class Proxy:
         self.log.close()
 
 
-def channel(target):
-    return grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+def channel(target, credentials=None):
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.secure_channel(target, credentials, options) if credentials else grpc.insecure_channel(target, options)
 
 
-def serves(target):
+def serves(target, credentials=None):
     try:
-        with channel(target) as made:
+        with channel(target, credentials) as made:
             health_pb2_grpc.HealthStub(made).Check(health_pb2.HealthCheckRequest(), timeout=2)
         return True
     except grpc.RpcError:
@@ -120,15 +147,22 @@ def use_all(stub, names):
         assert np.isfinite(out).all()
 
 
-def call_us(target, session, count=300):
-    with channel(target) as made:
-        stub = health_pb2_grpc.HealthStub(made)
-        times = []
-        for _ in range(count):
-            begin = time.perf_counter()
-            stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE, metadata=(("x-qkv-session", session),))
-            times.append(time.perf_counter() - begin)
+def call_us(made, session, count=100):
+    stub = health_pb2_grpc.HealthStub(made)
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE, metadata=(("x-qkv-session", session),))
+        times.append(time.perf_counter() - begin)
     return statistics.median(times) * 1e6
+
+
+def measure(direct, through, rounds=9):
+    """Medians of the smallest call, in turns, as other work on the machine comes and goes: direct, through the proxy, and of
+    the differences."""
+    with channel(direct) as one, channel(through) as other:
+        pairs = [(call_us(one, "x"), call_us(other, "x")) for _ in range(rounds)]
+    return (*map(statistics.median, zip(*pairs)), statistics.median(other - one for one, other in pairs))
 
 
 def check_kill(stub, daemons, homes):
@@ -168,6 +202,44 @@ def check_drain(stub, daemon, home):
     assert daemon.wait() == 0
 
 
+def check_left_out(proxy, port, stub, daemon, homes):
+    """A daemon that serves on, and that the proxy was told to leave out."""
+    proxy.leave_out(port)
+    wait_for(lambda: all(code_of(stub, name) == grpc.StatusCode.NOT_FOUND for name in homes[1]),
+             "calls still go to a daemon that is left out")
+    assert held_by(daemon) >= homes[1]
+    assert all(code_of(stub, name) == grpc.StatusCode.OK for name in homes[2]), "sessions of another daemon moved, too"
+
+
+def check_tls(folder, name, command, check, example):
+    """Clients with a certificate of the authority, and tokens for their tenants; daemons in clear behind the proxy."""
+    tls = pathlib.Path(folder, "tls")
+    subprocess.run([ROOT / "deploy/compose/authority.sh", "--dir", tls], check=True, stdout=subprocess.DEVNULL)
+    tls.joinpath("proxy.pem").write_bytes(tls.joinpath("daemon.pem").read_bytes() + tls.joinpath("daemon.key").read_bytes())
+    tokens = pathlib.Path(folder, "tokens")
+    tokens.write_text("".join(f"token sha256:{hashlib.sha256(team.encode()).hexdigest()} {team} read,write\n"
+                              for team in ("team-a", "team-b")))
+    authority = tls.joinpath("authority.pem").read_bytes()
+    known = grpc.ssl_channel_credentials(authority, tls.joinpath("worker-a.key").read_bytes(),
+                                         tls.joinpath("worker-a.pem").read_bytes())
+    ports = [free_port() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(Daemon("--listen", f"127.0.0.1:{port}", "--auth-file", str(tokens)))
+        proxy = stack.enter_context(Proxy(command, check, example, ports, folder, tls))
+        target = f"localhost:{proxy.port}"
+        wait_for(lambda: serves(target, known) or proxy.process.poll() is not None, f"{name} does not serve TLS")
+        assert proxy.process.poll() is None, f"{name} ended"
+        assert not serves(target, grpc.ssl_channel_credentials(authority)), f"{name} serves clients without a certificate"
+        assert not serves(target), f"{name} serves clients without TLS"
+        for team in ("team-a", "team-b"):
+            bearer = grpc.composite_channel_credentials(known, grpc.access_token_call_credentials(team))
+            stub = kv_cache_pb2_grpc.KvCacheStub(stack.enter_context(channel(target, bearer)))
+            use_all(stub, ["same"])
+            info = Placed(stub, "same").GetSession(kv.GetSessionRequest(session="same"), timeout=PATIENCE)
+            assert info.tenant == team
+
+
 def try_proxy(name, command, check, example, sees_health):
     ports = [free_port() for _ in range(3)]
     with tempfile.TemporaryDirectory(prefix="qkvd-proxies-") as folder:
@@ -185,13 +257,17 @@ def try_proxy(name, command, check, example, sees_health):
                     homes = [held_by(daemon) for daemon in daemons]
                     assert sorted(set.union(*homes)) == sorted(names) and sum(map(len, homes)) == SESSIONS
                     assert min(map(len, homes)) >= SESSIONS // 12, f"unevenly spread: {list(map(len, homes))}"
-                    direct, through = call_us(f"127.0.0.1:{ports[0]}", "x"), call_us(target, "x")
+                    direct, through, added = measure(f"127.0.0.1:{ports[0]}", target)
                     moved = check_kill(stub, daemons, homes)
                     if sees_health:
                         check_drain(stub, daemons[1], homes[1])
-                print(f"{name}: sessions {'/'.join(str(len(home)) for home in homes)}, {moved} moved with kill -9, "
-                      f"smallest call p50 {through:.0f} us, direct {direct:.0f} us"
-                      f"{', drains seen' if sees_health else ''}", flush=True)
+                    else:
+                        check_left_out(proxy, ports[1], stub, daemons[1], homes)
+            check_tls(folder, name, command, check, example)
+            assert added <= ADDED_US_MAX.get(name, added), f"{name} adds {added:.0f} us to the smallest call"
+            print(f"{name}: sessions {'/'.join(str(len(home)) for home in homes)}, {moved} moved with kill -9, "
+                  f"smallest call p50 {through:.0f} us, direct {direct:.0f} us, {added:.0f} us more, "
+                  f"{'drains seen' if sees_health else 'left out when told'}, TLS", flush=True)
         except BaseException:
             for log in pathlib.Path(folder).glob("*.log"):
                 print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
