@@ -84,10 +84,26 @@ static void finish_segment(qkv_storage *storage) {
   free(compaction->records);
   compaction->records = NULL;
   qkvi_stat_add(storage, &storage->stats.compactions, 1);
-  // A segment with live records that could not be moved would be tried again at once.
-  if (segment->live_records > 0) compaction->aborted = true;
+  // A segment with live records that could not be moved would be tried again at once, unless it is no candidate now.
+  if (segment->live_records > 0 && !segment->unmovable) compaction->aborted = true;
   segment->users--;
   qkvi_segment_reap(storage, segment);
+  uv_timer_stop(&storage->compact_tick);
+}
+
+static void retry(uv_timer_t *timer) {
+  qkv_storage *storage = timer->data;
+  storage->compaction.aborted = false;
+  qkvi_compact_consider(storage);
+}
+
+// A full disk may have space after some time, a failing one may work. Called again it does not delay the retry.
+static void retry_later(qkv_storage *storage) {
+  if (!storage->compaction.aborted || storage->ending || storage->config.compact_bytes_per_s == 0) {
+    uv_timer_stop(&storage->compact_tick);
+  } else if (uv_is_active((uv_handle_t *)&storage->compact_tick) == 0) {
+    uv_timer_start(&storage->compact_tick, retry, storage->compaction.retry_ms, 0);
+  }
 }
 
 void qkvi_compact_consider(qkv_storage *storage) {
@@ -95,7 +111,7 @@ void qkvi_compact_consider(qkv_storage *storage) {
   if (compaction->segment != QKVI_NO_SEGMENT) return;
   qkvi_segment *segment = choose(storage);
   if (segment == NULL) {
-    uv_timer_stop(&storage->compact_tick);
+    retry_later(storage);
     return;
   }
   compaction->segment = segment->slot;

@@ -34,6 +34,8 @@ enum {
   QKVI_WRITE_BUFFERS = 8,      // 8 MiB together, the usual RLIMIT_MEMLOCK
 };
 
+#define QKVI_COMPACT_RETRY_MS 5000  // after a failure the rate's compaction is tried again
+
 #define QKVI_JOURNAL_REWRITE (UINT64_C(4) << 20)  // bytes of a journal that may be rewritten
 #define QKVI_JOURNAL_PIECE (UINT64_C(256) << 10)  // bytes of it that are in memory then
 #define QKVI_JOURNAL_BATCH (UINT64_C(4) << 20)    // bytes of entries that are written at once
@@ -176,7 +178,8 @@ typedef struct qkvi_compaction {
   int64_t allowance;  // bytes that the rate allows now
   qkvi_compact_request *asked, **asked_last;
   bool going;
-  bool aborted;  // the disk is full or fails: not tried again before something changes
+  bool aborted;       // the disk is full or fails: not tried again before something changes, or for retry_ms
+  uint64_t retry_ms;  // QKVI_COMPACT_RETRY_MS, or less in tests
 } qkvi_compaction;
 
 typedef struct qkvi_poisoned qkvi_poisoned;

@@ -194,6 +194,7 @@ qkv_storage *qkvi_storage_create(const qkv_storage_config *config) {
   storage->fileless_last = &storage->fileless;
   storage->compaction.asked_last = &storage->compaction.asked;
   storage->compaction.segment = QKVI_NO_SEGMENT;
+  storage->compaction.retry_ms = QKVI_COMPACT_RETRY_MS;
   storage->current = storage->spare = QKVI_NO_SEGMENT;
   storage->index = qkvi_index_create();
   pthread_mutex_init(&storage->lock, NULL);

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -50,22 +51,27 @@ static bool count_entry(void *context, const qkv_journal_entry *entry) {
   return true;
 }
 
-static void open_storage(moment *on) {
+static void open_storage_with(moment *on, uint64_t compact_bytes_per_s) {
   qkv_storage_config config;
   qkv_storage_config_init(&config);
   config.directory = "";
   config.segment_bytes = SEGMENT;
-  config.compact_bytes_per_s = 0;
+  config.compact_bytes_per_s = compact_bytes_per_s;
   config.sync_ms = INT64_C(1) << 40;
   config.encoders = 0;
   config.compress = false;
   on->storage = qkvi_storage_create(&config);
   on->storage->io = fault_disk_attach(on->disk, &on->storage->loop, 32);
   on->storage->journal.piece_bytes = on->storage->journal.batch_max = PIECE;
+  on->storage->compaction.retry_ms = 10;
   on->told = on->entries = 0;
   const qkv_storage_restore restore = {.context = on, .record = count_record, .entry = count_entry};
   qkv_error error = {0};
   if (qkvi_storage_open_over(on->storage, &restore, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static void open_storage(moment *on) {
+  open_storage_with(on, 0);
 }
 
 // Everything that can happen while the disk is held.
@@ -350,6 +356,65 @@ static void what_compaction_cannot_read_stays(void **state) {
   }
 }
 
+// Two sealed segments of a large record and a small one; then compaction has a rate.
+static void seal_two(moment *on, piece pieces[4]) {
+  for (uint64_t i = 0; i < 4; i++) {
+    put(on, &pieces[i], i, i % 2 == 0 ? MIB : SMALL);
+    assert_int_equal(settle(on, &pieces[i]), QKV_OK);
+    if (i % 2 == 0) continue;
+    qkv_storage_close(&on->storage);
+    open_storage_with(on, 1 << 30);
+  }
+}
+
+// Waits until compaction, which comes without a request, has moved a record.
+static void await_compaction(moment *on) {
+  for (int ms = 0; on->storage->stats.compacted_bytes == 0 && ms < 5000; ms++) {
+    qkvi_storage_turn(on->storage, false);
+    (void)usleep(1000);
+  }
+  assert_true(on->storage->stats.compacted_bytes > 0);
+}
+
+// The device can never read a live record of one mostly dead segment: that one stays, and others are emptied.
+static void an_unreadable_record_keeps_its_segment_alone(void **state) {
+  (void)state;
+  enum { READS = 4 };  // compaction reads it so often
+  moment on;
+  piece pieces[4];
+  begin(&on, 1);
+  seal_two(&on, pieces);
+  fault_disk_hold(on.disk, true);
+  qkv_storage_drop(on.storage, pieces[0].number);
+  for (int left = READS; left > 0; qkvi_storage_turn(on.storage, false)) {
+    if (fault_disk_land(on.disk, QKV_IO_READ, 0, EIO)) left--;
+  }
+  fault_disk_hold(on.disk, false);
+  qkv_storage_drop(on.storage, pieces[2].number);
+  await_compaction(&on);
+  check(&on, &pieces[1]);
+  check(&on, &pieces[3]);
+  free_pieces(pieces, 4);
+  finish(&on);
+}
+
+// What compaction writes fails for a while; nothing else happens later.
+static void compaction_is_tried_again(void **state) {
+  (void)state;
+  moment on;
+  piece pieces[4];
+  begin(&on, 1);
+  seal_two(&on, pieces);
+  fault_disk_plan(on.disk, &(fault_plan){.write_error = 1});
+  qkv_storage_drop(on.storage, pieces[0].number);
+  while (!on.storage->compaction.aborted) qkvi_storage_turn(on.storage, true);
+  fault_disk_plan(on.disk, &(fault_plan){0});
+  await_compaction(&on);
+  check(&on, &pieces[1]);
+  free_pieces(pieces, 4);
+  finish(&on);
+}
+
 // ---- Heirs ----
 
 static qkv_status fork_of(moment *on, uint64_t child, uint64_t parent, uint64_t position) {
@@ -601,6 +666,8 @@ int main(void) {
       cmocka_unit_test(a_place_that_was_given_is_filled),
       cmocka_unit_test(a_copy_in_doubt_does_not_count),
       cmocka_unit_test(what_compaction_cannot_read_stays),
+      cmocka_unit_test(an_unreadable_record_keeps_its_segment_alone),
+      cmocka_unit_test(compaction_is_tried_again),
       cmocka_unit_test(writes_that_heirs_need_go_on),
       cmocka_unit_test(a_fork_needs_the_cut_before_it),
       cmocka_unit_test(what_is_not_read_is_inherited),
