@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -34,6 +35,7 @@ enum { BLOCK = 1024, BLOCKS = 2048 };
 
 typedef struct inspected {
   _Atomic bool open, tls;
+  _Atomic bool read;        // gRPC has read something from it
   _Atomic bool closed;      // for what it has sent
   _Atomic uint64_t held;    // bytes of messages that are not whole, as counted in all_held
   _Atomic uint32_t serial;  // of the connection, as descriptors come again
@@ -109,6 +111,7 @@ void qkvi_inspect_open(int file, bool tls) {
   forget(opened);  // the one that had the descriptor before
   pthread_mutex_lock(&opened->lock);
   opened->tls = tls;
+  opened->read = false;
   opened->closed = false;
   opened->serial++;
   opened->inode = socket.st_ino;
@@ -121,6 +124,12 @@ void qkvi_inspect_open(int file, bool tls) {
   pthread_mutex_unlock(&opened->lock);
   atomic_store_explicit(&opened->open, true, memory_order_release);
   opened_last = file;
+}
+
+bool qkvi_inspect_waits(int file) {
+  const inspected *connection = find(file);
+  int bytes = 0;
+  return connection != NULL && !connection->read && ioctl(file, FIONREAD, &bytes) == 0 && bytes > 0;
 }
 
 // ---- Closing ----
@@ -320,6 +329,7 @@ ssize_t recvmsg(int file, struct msghdr *message, int flags) {
   take_turn(connection, received > 0 ? (size_t)received : 0);
   if (received == 0) forget(connection);
   if (received <= 0) return received;
+  if (!connection->read) connection->read = true;
   if (connection->tls) return received;
   const qkvi_http2_verdict verdict = inspect(connection, message->msg_iov, message->msg_iovlen, (size_t)received);
   if (verdict == QKVI_HTTP2_GOOD) return received;

