@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/base/histogram.h"
 #include "engine/base/name.h"
 
 enum { QKVI_LABELS_MAX = 1024 };  // of an option
@@ -21,7 +22,8 @@ enum { QKVI_LABEL_NAME_MAX = 2 * QKV_NAME_MAX + 1 };
 typedef struct qkvi_label {
   char name[QKVI_LABEL_NAME_MAX + 1];  // of a tenant; of a model "TENANT,NAME", as names have no comma
   uint64_t hash;
-  _Atomic uint64_t calls, failed, ns;  // of tenants
+  qkv_histogram seconds;    // of calls, of tenants
+  _Atomic uint64_t failed;  // of these
 } qkvi_label;
 
 typedef struct qkvi_labels {

@@ -80,31 +80,34 @@ static void put_methods(FILE *out, const qkvi_observed *observed) {
 
 // ---- Tenants and models ----
 
-typedef enum { CALLS, FAILED, SECONDS } call_part;
-
-static void put_calls(FILE *out, const qkvi_labels *tenants, const char *name, call_part part) {
-  const size_t count = qkvi_labels_count(tenants);
-  for (size_t i = 0; i <= count; i++) {
-    const qkvi_label *row = &tenants->rows[i == count ? tenants->max : i];
-    const uint64_t values[] = {atomic_load_explicit(&row->calls, memory_order_relaxed),
-                               atomic_load_explicit(&row->failed, memory_order_relaxed),
-                               atomic_load_explicit(&row->ns, memory_order_relaxed)};
-    fprintf(out, "%s{tenant=\"%s\"} ", name, row->name);
-    if (part == SECONDS) {
-      fprintf(out, "%.9g\n", (double)values[part] / 1e9);
-    } else {
-      fprintf(out, "%" PRIu64 "\n", values[part]);
-    }
-  }
+// The i-th row, and "other" behind the last one.
+static const qkvi_label *row_of(const qkvi_labels *labels, size_t i, size_t count) {
+  return &labels->rows[i == count ? labels->max : i];
 }
 
 static void put_tenant_calls(FILE *out, const qkvi_labels *tenants) {
+  const size_t count = qkvi_labels_count(tenants);
+  char labels[QKVI_LABEL_NAME_MAX + 16];
+  qkv_histogram_view view;
   put_head(out, "qkvd_tenant_calls_total", "counter", "Calls of a tenant that have ended.");
-  put_calls(out, tenants, "qkvd_tenant_calls_total", CALLS);
+  for (size_t i = 0; i <= count; i++) {
+    const qkvi_label *row = row_of(tenants, i, count);
+    qkv_histogram_read(&row->seconds, &view);
+    fprintf(out, "qkvd_tenant_calls_total{tenant=\"%s\"} %" PRIu64 "\n", row->name, view.count);
+  }
   put_head(out, "qkvd_tenant_failed_calls_total", "counter", "Of these, calls that were not answered OK.");
-  put_calls(out, tenants, "qkvd_tenant_failed_calls_total", FAILED);
-  put_head(out, "qkvd_tenant_call_seconds_total", "counter", "Time of all of them, from arrival to status.");
-  put_calls(out, tenants, "qkvd_tenant_call_seconds_total", SECONDS);
+  for (size_t i = 0; i <= count; i++) {
+    const qkvi_label *row = row_of(tenants, i, count);
+    fprintf(out, "qkvd_tenant_failed_calls_total{tenant=\"%s\"} %" PRIu64 "\n", row->name,
+            atomic_load_explicit(&row->failed, memory_order_relaxed));
+  }
+  put_head(out, "qkvd_tenant_call_seconds", "histogram",
+           "Time from the arrival of a tenant's call to its status; of streams the whole stream.");
+  for (size_t i = 0; i <= count; i++) {
+    const qkvi_label *row = row_of(tenants, i, count);
+    (void)snprintf(labels, sizeof labels, "tenant=\"%s\"", row->name);
+    put_histogram(out, "qkvd_tenant_call_seconds", labels, &row->seconds);
+  }
 }
 
 // Rows of the labels, and behind them the sum of the others. The caller frees it.

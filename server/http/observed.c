@@ -52,7 +52,6 @@ void qkvi_observed_call(qkvi_observed *observed, const qkv_rpc_method *method, c
   qkv_histogram_add(&row->seconds, ns);
   atomic_fetch_add_explicit(&row->ended[status], 1, memory_order_relaxed);
   qkvi_label *label = qkvi_labels_find(&observed->tenants, tenant, status == QKV_OK);
-  atomic_fetch_add_explicit(&label->calls, 1, memory_order_relaxed);
+  qkv_histogram_add(&label->seconds, ns);
   atomic_fetch_add_explicit(&label->failed, status != QKV_OK, memory_order_relaxed);
-  atomic_fetch_add_explicit(&label->ns, ns, memory_order_relaxed);
 }

@@ -1,5 +1,5 @@
-// Counters of calls in addition to the table of metrics: latencies by method, outcomes by method and status, and
-// calls by tenant.
+// Counters of calls in addition to the table of metrics: latencies by method and by tenant, and outcomes by method
+// and status.
 //
 // Threads: any; counting is lock-free, but for the first call of a tenant.
 #ifndef QKV_SERVER_HTTP_OBSERVED_H

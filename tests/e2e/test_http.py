@@ -130,6 +130,8 @@ def test_labels_are_bounded(loaded):
     assert values['qkvd_tenant_sessions{tenant="default"}'] == 3
     assert values['qkvd_tenant_sessions{tenant="other"}'] == 2
     assert values['qkvd_tenant_calls_total{tenant="other"}'] == 2
+    seconds = {key: value for key, value in values.items() if key.startswith('qkvd_tenant_call_seconds_bucket{tenant="other"')}
+    assert len(seconds) == 20 and seconds['qkvd_tenant_call_seconds_bucket{tenant="other",le="+Inf"}'] == 2
     assert values['qkvd_tenant_failed_calls_total{tenant="default"}'] == 3
     assert values['qkvd_tenant_memory_bytes{tenant="default"}'] > 0
     with pytest.raises(grpc.RpcError):  # who only fails gets no row
