@@ -7,6 +7,7 @@ Started by tests/deploy/chart.sh, which installs what it needs.
 """
 
 import argparse
+import base64
 import contextlib
 import json
 import os
@@ -31,6 +32,8 @@ CHART, KUSTOMIZE = ROOT / "deploy/helm/qkvd", ROOT / "deploy/kustomize"
 VERSIONS = ("1.28", "1.32")
 PATIENCE = 60
 TOKENS = {"reader": ("*", "read"), "worker": ("team-a", "read,write")}
+SUBJECT = "system:serviceaccount:team-a:worker"
+RFC_8037_KEY = {"kty": "OKP", "crv": "Ed25519", "kid": "example", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}
 AUTH = {"auth": {"secretName": "tokens"}}
 CALLER = [{"podSelector": {"matchLabels": {"app": "worker"}}}]
 GOOD = {
@@ -60,6 +63,10 @@ GOOD = {
                                              "dnsNames": ["kv.example"]}}, **AUTH,
                      "quotas": {"configMapName": "quotas"}, "prometheusRule": {"enabled": True, "labels": {"x": "y"}},
                      "serviceMonitor": {"enabled": True}},
+    "service accounts": {"auth": {"lines": f"jwt sub={SUBJECT} team-a read,write\n"},
+                         "jwt": {"configMapName": "cluster-keys"}},
+    "service accounts of another issuer": {**AUTH, "jwt": {"keys": json.dumps({"keys": [RFC_8037_KEY]}),
+                                                           "issuer": "https://elsewhere.example", "audience": "kv"}},
     "extra": {"extraEnv": [{"name": "QKVD_LOG_LEVEL", "value": "debug"}], "anonymous": True,
               "extraVolumes": [{"name": "more", "configMap": {"name": "quotas"}}],
               "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}]},
@@ -82,6 +89,8 @@ CONTRADICTIONS = {
     "needs tls.secretName": {"tls": {"clientCA": True}},
     "needs tls.certManager.issuer": {"tls": {"certManager": {"enabled": True}}, **AUTH},
     "either lines or the name": {"auth": {"secretName": "a", "lines": "b"}},
+    "jwt takes either keys": {**AUTH, "jwt": {"keys": "{}", "configMapName": "a"}},
+    "jwt needs auth": {"anonymous": True, "jwt": {"keys": "{}"}},
     "admin.auth needs auth": {"admin": {"auth": True}, "anonymous": True},
     "tokenSecret": {**AUTH, "admin": {"auth": True}, "serviceMonitor": {"enabled": True}},
     "are the same": {"port": 7581, "anonymous": True},
@@ -189,6 +198,23 @@ def image():
     return dict(pair.split("=", 1) for pair in lines[0].split())
 
 
+def base64_url(data):
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def service_account(folder):
+    """A key as a cluster has one, and a token of it for SUBJECT."""
+    key, public, signed = (f"{folder}/{name}" for name in ("account.key", "account.der", "account.signed"))
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ED25519", "-out", key], check=True)
+    subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-outform", "DER", "-out", public], check=True)
+    jwk = {"kty": "OKP", "crv": "Ed25519", "kid": "cluster", "x": base64_url(pathlib.Path(public).read_bytes()[-32:])}
+    claims = {"iss": "https://kubernetes.default.svc.cluster.local", "aud": ["qkvd"], "sub": SUBJECT, "exp": int(time.time()) + 3600}
+    text = ".".join(base64_url(json.dumps(part).encode()) for part in ({"alg": "EdDSA", "kid": "cluster"}, claims))
+    pathlib.Path(signed).write_text(text)
+    made = subprocess.run(["openssl", "pkeyutl", "-sign", "-rawin", "-inkey", key, "-in", signed], check=True, capture_output=True)
+    return jwk, f"{text}.{base64_url(made.stdout)}"
+
+
 def objects(folder, qkvctl):
     """Secrets and config maps that values name, and the tokens' texts."""
     subprocess.run([ROOT / "deploy/compose/authority.sh", "--dir", f"{folder}/tls"], check=True, stdout=subprocess.DEVNULL)
@@ -201,8 +227,9 @@ def objects(folder, qkvctl):
         answer = json.loads(made.stdout)
         texts[name] = answer["token"]
         lines.append(answer["line"])
+    key, texts["account"] = service_account(folder)
     return {"certificate": tls, "kv-tls": tls, "tokens": {"auth-file": "\n".join(lines) + "\n"},
-            "quotas": {"quotas": "team-a sessions=5\n"}}, texts
+            "quotas": {"quotas": "team-a sessions=5\n"}, "cluster-keys": {"jwks.json": json.dumps({"keys": [key]})}}, texts
 
 
 def project(folder, data):
@@ -330,6 +357,9 @@ def check_daemon(name, running, values, tokens, tls, qkvctl):
     if values["auth"]["secretName"]:
         assert call(qkvctl, running, "sessions", **worker)[0] != 0, f"{name}: a call without a token is served"
         worker["token"] = tokens["worker"]
+    if values["jwt"]["configMapName"]:
+        assert call(qkvctl, running, "sessions")[0] != 0, f"{name}: a call without a JWT is served"
+        worker["token"] = tokens["account"]
     status, said = call(qkvctl, running, "sessions", **worker)
     assert status == 0, f"{name}: {said}"
 

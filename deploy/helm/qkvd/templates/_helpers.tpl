@@ -19,12 +19,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ add (div (mul (int .Values.memoryBudgetMiB) 11) 10) 256 }}Mi
 {{- end }}
 
-{{/* Names of what holds certificates, the auth-file and the quotas; empty where there is none. */}}
+{{/* Names of what holds certificates, the auth-file, keys of JWTs and the quotas; empty where there is none. */}}
 {{- define "qkvd.tls" -}}
 {{- if .Values.tls.certManager.enabled }}{{ include "qkvd.name" . }}-tls{{ else }}{{ .Values.tls.secretName }}{{ end }}
 {{- end }}
 {{- define "qkvd.auth" -}}
 {{- if .Values.auth.lines }}{{ include "qkvd.name" . }}-auth{{ else }}{{ .Values.auth.secretName }}{{ end }}
+{{- end }}
+{{- define "qkvd.jwks" -}}
+{{- if .Values.jwt.keys }}{{ include "qkvd.name" . }}-jwks{{ else }}{{ .Values.jwt.configMapName }}{{ end }}
 {{- end }}
 {{- define "qkvd.quotas" -}}
 {{- if .Values.quotas.lines }}{{ include "qkvd.name" . }}-quotas{{ else }}{{ .Values.quotas.configMapName }}{{ end }}
@@ -54,6 +57,12 @@ qkvd/{{ .Files.Get "files/seccomp.json" | sha256sum | trunc 12 }}.json
 {{- if or (and .Values.auth.lines .Values.auth.secretName) (and .Values.quotas.lines .Values.quotas.configMapName) }}
 {{- fail "auth and quotas take either lines or the name of an object that has them" }}
 {{- end }}
+{{- if and .Values.jwt.keys .Values.jwt.configMapName }}
+{{- fail "jwt takes either keys or the name of the config map that has them" }}
+{{- end }}
+{{- if and (include "qkvd.jwks" .) (not $auth) }}
+{{- fail "jwt needs auth.secretName or auth.lines, whose lines say which subjects may do what" }}
+{{- end }}
 {{- if and .Values.admin.auth (not $auth) }}
 {{- fail "admin.auth needs auth.secretName or auth.lines" }}
 {{- end }}
@@ -76,7 +85,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    # Changed options start the pods anew; certificates, auth and quotas are read again by qkvd itself.
+    # Changed options start the pods anew; certificates, auth, keys of JWTs and quotas are read again by qkvd itself.
     checksum/config: {{ include (print $.Template.BasePath "/configmap.yaml") . | sha256sum }}
     {{- if and .Values.appArmorProfile (not $fields) }}
     container.apparmor.security.beta.kubernetes.io/qkvd: {{ include "qkvd.appArmor" . }}
@@ -230,6 +239,11 @@ spec:
           mountPath: /etc/qkvd-auth
           readOnly: true
         {{- end }}
+        {{- if include "qkvd.jwks" . }}
+        - name: jwks
+          mountPath: /etc/qkvd-jwks
+          readOnly: true
+        {{- end }}
         {{- if include "qkvd.quotas" . }}
         - name: quotas
           mountPath: /etc/qkvd-quotas
@@ -257,6 +271,11 @@ spec:
       secret:
         secretName: {{ . }}
         defaultMode: 0440
+    {{- end }}
+    {{- with include "qkvd.jwks" . }}
+    - name: jwks
+      configMap:
+        name: {{ . }}
     {{- end }}
     {{- with include "qkvd.quotas" . }}
     - name: quotas
