@@ -94,9 +94,11 @@ static uint32_t *read_ids(qkv_session *session, const Qkv__V1__TokenRange *range
   *count = 0;
   if (range == NULL) return NULL;
   if (range->end != 0 && range->end - range->begin < max) max = (size_t)(range->end - range->begin);
+  qkv_session_tokens *tokens = qkv_session_tokens_of(session);
+  if (tokens == NULL) return NULL;
   uint32_t *ids = malloc(IDS_AT_ONCE * sizeof *ids);
   if (ids == NULL) abort();
-  *count = qkv_session_tokens_read(qkv_session_tokens_of(session), range->begin, ids, max);
+  *count = qkv_session_tokens_read(tokens, range->begin, ids, max);
   return ids;
 }
 

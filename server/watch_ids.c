@@ -75,6 +75,11 @@ static size_t take_session(qkvi_watch_ids *ids, qkv_session *session, qkvi_watch
                            size_t max) {
   const qkv_session_config *config = qkv_session_config_of(session);
   qkv_session_tokens *tokens = qkv_session_tokens_of(session);
+  if (tokens == NULL) {  // its layers cannot be made
+    ids->page = 0;
+    ids->next++;
+    return 0;
+  }
   const size_t all = (size_t)(qkv_session_tokens_length(tokens) / QKV_PREFIX_PAGE), first = ids->page;
   qkv_prefix_hash *hashes = calloc(all + 1, sizeof *hashes);
   uint32_t *read = malloc((max + 1) * QKV_PREFIX_PAGE * sizeof *read);
@@ -89,7 +94,7 @@ static size_t take_session(qkvi_watch_ids *ids, qkv_session *session, qkvi_watch
     if (!note(ids, &hashes[i])) continue;
     memcpy(out + count * QKV_PREFIX_PAGE, read + (i - first) * QKV_PREFIX_PAGE, QKV_PREFIX_PAGE * sizeof *read);
     events[count++] = (qkvi_watch_event){.hash = hashes[i],
-                                         .parent = i == 0 ? config->root : hashes[i - 1],
+                                         .parent = i == 0 ? *qkv_session_root(session) : hashes[i - 1],
                                          .label = label,
                                          .page = i,
                                          .kind = QKVI_WATCH_ADDED,

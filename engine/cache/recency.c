@@ -70,8 +70,24 @@ void qkv_recency_destroy(qkv_recency **recency) {
 
 // ---- A heap ----
 
+// NULL: the session is not in the list. Lists of what is in memory are left before that is taken away.
+static _Atomic uint32_t *place_in(qkv_session *session, qkv_recency_list list) {
+  session_working *working = qkvi_working(session);
+  switch (list) {
+    case QKV_RECENCY_EXPIRING:
+      return &session->standing.expiring;
+    case QKV_RECENCY_EVICTABLE:
+      return session->kind->config.evictable ? &session->standing.owned : NULL;
+    case QKV_RECENCY_KEPT:
+      return session->kind->config.evictable ? NULL : &session->standing.owned;
+    default:
+      return working == NULL ? NULL : &working->places.at[list];
+  }
+}
+
+// Of a session that has one.
 static _Atomic uint32_t *place_of(const qkv_recency *recency, const order *in, qkv_session *session) {
-  return &session->places.at[in - recency->lists];
+  return place_in(session, (qkv_recency_list)(in - recency->lists));
 }
 
 static void set(const qkv_recency *recency, order *in, uint32_t at, entry what) {
@@ -111,7 +127,7 @@ static void resize(order *in, uint32_t wanted) {
 
 static int64_t time_of(const qkv_session *session, qkv_recency_list list) {
   const int64_t used_ms = qkv_session_last_used_ms(session);
-  if (list == QKV_RECENCY_AIMED) return atomic_load(&session->tiers.looked_ms);
+  if (list == QKV_RECENCY_AIMED) return atomic_load(&qkvi_working(session)->tiers.looked_ms);
   if (list == QKV_RECENCY_SUNK) return qkv_session_sunk_since_ms(session);
   if (list != QKV_RECENCY_EXPIRING) return used_ms;
   const uint64_t ttl = atomic_load(&session->ttl_ms);
@@ -137,7 +153,7 @@ static void fill(const qkv_recency *recency, order *in, uint32_t at) {
 
 static void take_out(const qkv_recency *recency, order *in, qkv_session *session) {
   _Atomic uint32_t *place = place_of(recency, in, session);
-  uint32_t at = atomic_load_explicit(place, memory_order_relaxed);
+  uint32_t at = place == NULL ? 0 : atomic_load_explicit(place, memory_order_relaxed);
   if (at-- == 0) return;
   if (at < in->count) {
     fill(recency, in, at);
@@ -152,40 +168,41 @@ static void take_out(const qkv_recency *recency, order *in, qkv_session *session
 // ---- Members ----
 
 static void enter_locked(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
-  if (session->places.joined && atomic_load_explicit(&session->places.at[list], memory_order_relaxed) == 0)
+  const _Atomic uint32_t *place = place_in(session, list);
+  if (session->standing.joined && place != NULL && atomic_load_explicit(place, memory_order_relaxed) == 0)
     insert(recency, &recency->lists[list], session);
 }
 
 // Whether a session that is in the list belongs there.
 static bool belongs(const qkv_session *session, qkv_recency_list list) {
+  const session_working *working = qkvi_working(session);
+  if (list == QKV_RECENCY_EXPIRING) return atomic_load(&session->ttl_ms) > 0;
+  if (list == QKV_RECENCY_EVICTABLE || list == QKV_RECENCY_KEPT) return true;
+  if (working == NULL) return false;
   const bool pinned = atomic_load(&session->pinned);
   // What another session brings back of pages that they share is not published here.
-  const bool coded = atomic_load(&session->shares) || atomic_load(&session->bytes_coded) > 0;
+  const bool coded = atomic_load(&working->shares) || atomic_load(&working->bytes_coded) > 0;
   switch (list) {
     case QKV_RECENCY_CODED:
       return coded && !pinned;
     case QKV_RECENCY_EXACT:
-      return !pinned && atomic_load(&session->bytes_exact) > 0;
+      return !pinned && atomic_load(&working->bytes_exact) > 0;
     case QKV_RECENCY_UNSETTLED:
-      return atomic_load(&session->unsettled) > 0;
+      return atomic_load(&working->unsettled) > 0;
     case QKV_RECENCY_SUNK:
       return qkv_session_may_fold(session);
     case QKV_RECENCY_AIMED:
-      return coded && session->tiers.aimed && !atomic_load(&session->tiers.settled);
-    case QKV_RECENCY_DEMOTABLE:
-      return coded && session->tiers.demotable && !atomic_load(&session->tiers.lowest);
-    case QKV_RECENCY_EXPIRING:
-      return atomic_load(&session->ttl_ms) > 0;
-    default:
-      return true;
+      return coded && working->tiers.aimed && !atomic_load(&working->tiers.settled);
+    default:  // QKV_RECENCY_DEMOTABLE
+      return coded && working->tiers.demotable && !atomic_load(&working->tiers.lowest);
   }
 }
 
 void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
-  const bool backed = session->config.backing != NULL;
+  const bool backed = session->kind->config.backing != NULL;
   lock(recency);
-  session->places.joined = true;
-  if (session->config.evictable) {
+  session->standing.joined = true;
+  if (session->kind->config.evictable) {
     enter_locked(recency, QKV_RECENCY_EVICTABLE, session);
   } else if (backed) {
     enter_locked(recency, QKV_RECENCY_KEPT, session);
@@ -207,7 +224,7 @@ static void drop_locked(qkv_recency *recency, qkv_recency_list list, qkv_session
 
 void qkv_recency_leave(qkv_recency *recency, qkv_session *session) {
   lock(recency);
-  session->places.joined = false;
+  session->standing.joined = false;
   for (int i = 0; i < QKV_RECENCY_LISTS; i++) {
     order *in = &recency->lists[i];
     take_out(recency, in, session);
@@ -219,9 +236,9 @@ void qkv_recency_leave(qkv_recency *recency, qkv_session *session) {
 // One that has been passed is left to the end of the pass, so that it does not come twice.
 void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
   if (recency == NULL) return;
-  const _Atomic uint32_t *at = &session->places.at[list];
+  const _Atomic uint32_t *at = place_in(session, list);
   const bool wanted = belongs(session, list);
-  if (wanted == (atomic_load(at) != 0)) return;
+  if (at == NULL || wanted == (atomic_load(at) != 0)) return;
   lock(recency);
   if (wanted) {
     enter_locked(recency, list, session);
@@ -234,7 +251,8 @@ void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *
 void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
   if (recency == NULL) return;
   lock(recency);
-  if (atomic_load(&session->places.at[list]) <= recency->lists[list].count) drop_locked(recency, list, session);
+  const _Atomic uint32_t *at = place_in(session, list);
+  if (at != NULL && atomic_load(at) <= recency->lists[list].count) drop_locked(recency, list, session);
   unlock(recency);
 }
 
@@ -340,9 +358,18 @@ void qkv_recency_unlock(qkv_recency *recency) {
   unlock(recency);
 }
 
+void qkv_recency_withdraw(qkv_recency *recency, qkv_session *session) {
+  for (int i = 0; i < QKV_RECENCY_LISTS; i++) {
+    const bool stands = i == QKV_RECENCY_EVICTABLE || i == QKV_RECENCY_KEPT || i == QKV_RECENCY_EXPIRING;
+    order *in = &recency->lists[i];
+    if (!stands) take_out(recency, in, session);
+    if (!stands) resize(in, in->count + in->passed);
+  }
+}
+
 void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact) {
   lock(recency);
   take_out(recency, &recency->lists[QKV_RECENCY_EXACT], session);
-  if (atomic_load(&session->bytes_exact) != bytes_exact) enter_locked(recency, QKV_RECENCY_EXACT, session);
+  if (qkv_session_bytes_exact(session) != bytes_exact) enter_locked(recency, QKV_RECENCY_EXACT, session);
   unlock(recency);
 }

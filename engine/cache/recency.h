@@ -39,11 +39,17 @@ typedef enum qkv_recency_list {
 typedef struct qkv_session qkv_session;
 typedef struct qkv_recency qkv_recency;
 
-// A session's part: where it is in each list, counted from 1; 0: not in it.
+// A session's part: where it is in lists, counted from 1; 0: not in it. `places` are its places in lists of what is
+// in memory, which a folded session (session_fold.h) is in none of; the others are its standing.
 typedef struct qkv_recency_places {
   _Atomic uint32_t at[QKV_RECENCY_LISTS];
-  bool joined;  // the store has it; under the lock
 } qkv_recency_places;
+
+typedef struct qkv_recency_standing {
+  _Atomic uint32_t owned;  // in EVICTABLE or KEPT, whichever it is in for good
+  _Atomic uint32_t expiring;
+  bool joined;  // the store has it; under the lock
+} qkv_recency_standing;
 
 qkv_recency *qkv_recency_create(void);
 // When no session is left in it (asserted).
@@ -77,6 +83,8 @@ void qkv_recency_end(qkv_recency *recency, qkv_recency_list list);
 // Between the two no pass gives a reference, and no session enters or leaves.
 void qkv_recency_lock(qkv_recency *recency);
 void qkv_recency_unlock(qkv_recency *recency);
+// In between: the session, which is to be folded, leaves the lists of what is in memory.
+void qkv_recency_withdraw(qkv_recency *recency, qkv_session *session);
 // Within a pass of QKV_RECENCY_EXACT: the exact rows of this session, so many bytes, stay in memory; it enters again
 // with its next rows.
 void qkv_recency_give_up(qkv_recency *recency, qkv_session *session, uint64_t bytes_exact);

@@ -16,7 +16,8 @@
 #include "engine/cache/session_state.h"
 
 bool qkvi_session_has_layers(const qkv_session *session) {
-  return atomic_load(&session->made) != NULL;
+  const session_working *working = qkvi_working(session);
+  return working != NULL && atomic_load(&working->made) != NULL;
 }
 
 // Those of a folded session are there before it is said not to be folded any more.
@@ -37,10 +38,10 @@ static int64_t now_ms(clockid_t clock) {
 
 // Where it has something for them; what has no backing does not leave memory.
 static void list_session(qkv_session *session, bool coded, bool exact, bool unsettled, bool cold) {
-  qkv_recency *recency = session->config.recency;
+  qkv_recency *recency = session->kind->config.recency;
   if (coded) qkv_recency_note(recency, QKV_RECENCY_AIMED, session);
   if (coded) qkv_recency_note(recency, QKV_RECENCY_DEMOTABLE, session);
-  if (session->config.backing == NULL) return;
+  if (session->kind->config.backing == NULL) return;
   if (coded) qkv_recency_note(recency, QKV_RECENCY_CODED, session);
   if (exact) qkv_recency_note(recency, QKV_RECENCY_EXACT, session);
   if (unsettled) qkv_recency_note(recency, QKV_RECENCY_UNSETTLED, session);
@@ -51,11 +52,12 @@ static void list_session(qkv_session *session, bool coded, bool exact, bool unse
 // that: a thread that sets it reads the time afterwards, so one of the two sees the other.
 void qkv_session_touch(qkv_session *session) {
   atomic_store(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
-  if (!atomic_load(&session->tiers.settled) && !atomic_load(&session->tiers.lowest)) return;
-  atomic_store(&session->tiers.settled, false);
-  atomic_store(&session->tiers.lowest, false);
-  qkv_recency_note(session->config.recency, QKV_RECENCY_AIMED, session);
-  qkv_recency_note(session->config.recency, QKV_RECENCY_DEMOTABLE, session);
+  session_working *working = qkvi_working(session);
+  if (working == NULL || (!atomic_load(&working->tiers.settled) && !atomic_load(&working->tiers.lowest))) return;
+  atomic_store(&working->tiers.settled, false);
+  atomic_store(&working->tiers.lowest, false);
+  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_AIMED, session);
+  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_DEMOTABLE, session);
 }
 
 static int64_t idle_ms(const qkv_session *session) {
@@ -64,17 +66,20 @@ static int64_t idle_ms(const qkv_session *session) {
 
 void qkvi_session_touch_layer(qkv_session *session, uint32_t layer) {
   qkv_session_touch(session);
-  const uint32_t before = atomic_exchange_explicit(&session->last_layer, layer, memory_order_relaxed);
-  if (layer == 0 && before == session->model->layers - 1 && before > 0)
-    (void)atomic_fetch_add_explicit(&session->turns, 1, memory_order_relaxed);
+  session_working *working = qkvi_working(session);
+  const uint32_t before = atomic_exchange_explicit(&working->last_layer, layer, memory_order_relaxed);
+  if (layer == 0 && before == session->kind->model->layers - 1 && before > 0)
+    (void)atomic_fetch_add_explicit(&working->turns, 1, memory_order_relaxed);
 }
 
 uint32_t qkv_session_turns(const qkv_session *session) {
-  return atomic_load_explicit(&session->turns, memory_order_relaxed);
+  const session_working *working = qkvi_working(session);
+  return working == NULL ? 0 : atomic_load_explicit(&working->turns, memory_order_relaxed);
 }
 
 uint32_t qkv_session_last_layer(const qkv_session *session) {
-  return atomic_load_explicit(&session->last_layer, memory_order_relaxed);
+  const session_working *working = qkvi_working(session);
+  return working == NULL ? 0 : atomic_load_explicit(&working->last_layer, memory_order_relaxed);
 }
 
 int64_t qkv_session_last_used_ms(const qkv_session *session) {
@@ -83,17 +88,17 @@ int64_t qkv_session_last_used_ms(const qkv_session *session) {
 
 void qkv_session_set_ttl(qkv_session *session, uint64_t ttl_ms) {
   atomic_store_explicit(&session->ttl_ms, ttl_ms, memory_order_relaxed);
-  qkv_recency_move(session->config.recency, QKV_RECENCY_EXPIRING, session);
+  qkv_recency_move(session->kind->config.recency, QKV_RECENCY_EXPIRING, session);
 }
 
 void qkv_session_set_pinned(qkv_session *session, bool pinned) {
   atomic_store(&session->pinned, pinned);
-  for (uint32_t i = 0; i < session->model->layers; i++) qkvi_session_keep(session, i);
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) qkvi_session_keep(session, i);
   list_session(session, true, true, false, true);
 }
 
 bool qkv_session_may_go(const qkv_session *session) {
-  return session->config.evictable && !atomic_load(&session->pinned) && !qkv_session_is_staged(session);
+  return session->kind->config.evictable && !atomic_load(&session->pinned) && !qkv_session_is_staged(session);
 }
 
 bool qkv_session_is_staged(const qkv_session *session) {
@@ -191,31 +196,32 @@ static uint64_t coordinates_of(const qkv_model *model, const qkv_layer_usage *us
 static void publish_sums(const qkv_session *session, const qkv_layer_usage *now, const qkv_layer_usage *before) {
   const qkv_recency_sums by = {
       .bytes = now->bytes_coded - before->bytes_coded,
-      .coordinates = coordinates_of(session->model, now) - coordinates_of(session->model, before)};
-  if (session->config.recency != NULL && (by.bytes | by.coordinates) != 0)
-    qkv_recency_add_sums(session->config.recency, &by);
+      .coordinates = coordinates_of(session->kind->model, now) - coordinates_of(session->kind->model, before)};
+  if (session->kind->config.recency != NULL && (by.bytes | by.coordinates) != 0)
+    qkv_recency_add_sums(session->kind->config.recency, &by);
 }
 
 // The layer is locked, or no other thread has it yet. Of several threads that read it the last one to come here has
 // seen what all of them have done to its pages.
 static void publish(qkv_session *session, locked_layer *layer) {
+  session_working *working = qkvi_working(session);
   qkvi_session_lock_info(layer);
   const qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
   const qkv_layer_usage before = layer->usage;
-  add_difference(&session->tokens_cold, usage.tokens_cold, before.tokens_cold);
-  add_difference(&session->bytes_coded, usage.bytes_coded, before.bytes_coded);
+  add_difference(&working->tokens_cold, usage.tokens_cold, before.tokens_cold);
+  add_difference(&working->bytes_coded, usage.bytes_coded, before.bytes_coded);
   publish_sums(session, &usage, &before);
-  add_difference(&session->bytes_exact, usage.bytes_exact, before.bytes_exact);
-  add_difference(&session->bytes_kept, kept_bytes(&usage), kept_bytes(&before));
-  add_difference(&session->bytes_stored, usage.bytes_stored, before.bytes_stored);
+  add_difference(&working->bytes_exact, usage.bytes_exact, before.bytes_exact);
+  add_difference(&working->bytes_kept, kept_bytes(&usage), kept_bytes(&before));
+  add_difference(&working->bytes_stored, usage.bytes_stored, before.bytes_stored);
   layer->length = layer->layer.length;
   layer->durable = qkv_layer_durable(&layer->layer);
   const bool unsettled = layer->layer.config.backing != NULL && !qkv_layer_is_settled(&layer->layer);
   const bool newly = unsettled && !layer->unsettled;
-  atomic_fetch_add(&session->unsettled, (uint32_t)unsettled - (uint32_t)layer->unsettled);
+  atomic_fetch_add(&working->unsettled, (uint32_t)unsettled - (uint32_t)layer->unsettled);
   layer->unsettled = unsettled;
   layer->usage = usage;
-  const bool settled = !unsettled && atomic_load(&session->unsettled) == 0;
+  const bool settled = !unsettled && atomic_load(&working->unsettled) == 0;
   qkvi_session_unlock_info(layer);
   list_session(session, usage.bytes_coded != before.bytes_coded, usage.bytes_exact != before.bytes_exact, newly,
                settled && usage.tokens_cold > 0);
@@ -225,17 +231,8 @@ static const char *text_of(const char *text) {
   return text == NULL ? "" : text;
 }
 
-// Its tenant and name lie behind its pins, each with a NUL.
-static size_t session_bytes(const qkv_session_config *config, const qkv_model *model) {
-  return sizeof(qkv_session) + model->layers * sizeof(_Atomic uint16_t) + strlen(text_of(config->tenant)) + 1 +
-         strlen(text_of(config->name)) + 1;
-}
-
-static void keep_names(qkv_session *session, const qkv_session_config *config, uint32_t layers) {
-  const size_t tenant_bytes = strlen(text_of(config->tenant)) + 1;
-  char *tenant = (char *)(session->pins + layers);
-  session->config.tenant = memcpy(tenant, text_of(config->tenant), tenant_bytes);
-  session->config.name = memcpy(tenant + tenant_bytes, text_of(config->name), strlen(text_of(config->name)) + 1);
+static size_t session_bytes(const char *name) {
+  return offsetof(qkv_session, name) + strlen(name) + 1;
 }
 
 static size_t layers_bytes(const qkv_model *model) {
@@ -257,23 +254,24 @@ static uint64_t layers_cost(const qkv_session_config *config, const qkv_model *m
 }
 
 uint64_t qkvi_session_layers_cost(const qkv_session *session) {
-  return layers_cost(&session->config, session->model);
+  return layers_cost(&session->kind->config, session->kind->model);
 }
 
 uint64_t qkv_session_fork_cost(const qkv_session_config *config, const qkv_model *model) {
-  return qkv_arena_cost(session_bytes(config, model)) + layers_cost(config, model);
+  return qkv_arena_cost(session_bytes(text_of(config->name))) + qkv_arena_cost(qkvi_working_bytes(model)) +
+         layers_cost(config, model);
 }
 
 static qkv_quality *create_quality(const qkv_session *session, uint32_t layer) {
-  if (!has_contract(&session->config, session->model, layer)) return NULL;
-  void *block = qkv_arena_alloc(session->arena, qkv_quality_bytes(session->model));
-  return qkv_quality_init(block, session->model, layer, session->config.max_attention_error);
+  if (!has_contract(&session->kind->config, session->kind->model, layer)) return NULL;
+  void *block = qkv_arena_alloc(session->kind->arena, qkv_quality_bytes(session->kind->model));
+  return qkv_quality_init(block, session->kind->model, layer, session->kind->config.max_attention_error);
 }
 
 static void destroy_quality(const qkv_session *session, qkv_quality *quality) {
   if (quality == NULL) return;
   qkv_quality_deinit(quality);
-  qkv_arena_free(session->arena, quality, qkv_quality_bytes(session->model));
+  qkv_arena_free(session->kind->arena, quality, qkv_quality_bytes(session->kind->model));
 }
 
 // A writer that waits goes before readers that come later: glibc's default kind would let readers that follow
@@ -290,94 +288,76 @@ static void init_lock(pthread_rwlock_t *lock) {
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
-  QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, qkv_arena_cost(session_bytes(config, model)), error));
-  qkv_session *session = qkv_arena_alloc(arena, session_bytes(config, model));
-  *session = (qkv_session){.config = *config,
-                           .model = model,
-                           .arena = arena,
+  const char *name = text_of(config->name);
+  const uint64_t cost = qkv_arena_cost(session_bytes(name)) + qkv_arena_cost(qkvi_working_bytes(model));
+  QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, cost, error));
+  qkv_session *session = qkv_arena_alloc(arena, session_bytes(name));
+  *session = (qkv_session){.kind = qkvi_session_kind_get(config, model, arena),
+                           .id = config->id,
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
+                           .root = config->root,
                            .created_unix_ms = now_ms(CLOCK_REALTIME)};
-  session->config.headroom = NULL;
-  keep_names(session, config, model->layers);
+  memcpy(session->name, name, strlen(name) + 1);
   if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
-  atomic_init(&session->next_layer, 0);
-  atomic_init(&session->last_layer, 0);
-  atomic_init(&session->turns, 0);
-  atomic_init(&session->tokens_cold, 0);
-  atomic_init(&session->bytes_coded, 0);
-  session->tiers.aimed = config->max_attention_error == 0 && (config->tier_bits > 0 || config->retier_all);
-  session->tiers.demotable = config->max_attention_error == 0 && !config->keep_full;
-  atomic_init(&session->tiers.looked_ms, 0);
-  atomic_init(&session->tiers.settled, false);
-  atomic_init(&session->tiers.lowest, false);
-  atomic_init(&session->bytes_exact, 0);
-  atomic_init(&session->bytes_kept, 0);
-  atomic_init(&session->bytes_stored, 0);
-  atomic_init(&session->unsettled, 0);
   atomic_init(&session->pinned, config->pinned);
   atomic_init(&session->staged, config->staged);
   atomic_init(&session->whole, config->whole);
   atomic_init(&session->ttl_ms, config->ttl_ms);
-  atomic_init(&session->shares, false);
   atomic_init(&session->truncations, 0);
   atomic_init(&session->fold.record, 0);
-  atomic_init(&session->fold.tried_ms, 0);
-  atomic_init(&session->fold.wanted, false);
-  qkv_session_tokens_init(&session->tokens,
-                          &(qkv_session_tokens_config){
-                              .arena = arena, .index = config->prefixes, .root = config->root, .owner = session});
-  int failed = pthread_mutex_init(&session->codings_lock, NULL);
-  failed |= pthread_rwlock_init(&session->codings_use, NULL);
-  assert(failed == 0);
-  if (model->learner != NULL && config->policy.learn) {
+  atomic_init(&session->fold.cost, 0);
+  atomic_init(&session->fold_wanted, false);
+  atomic_init(&session->working, qkvi_session_new_working(session));
+  if (model->learner != NULL && config->policy.learn)
     qkv_learner_note_kind(model->learner, &config->policy, (int)config->purpose);
-  }
-  failed = pthread_mutex_init(&session->making, NULL);
-  assert(failed == 0);
-  atomic_init(&session->made, NULL);
-  for (uint32_t i = 0; i < model->layers; i++) atomic_init(&session->pins[i], 0);
   *out = session;
   return QKV_OK;
 }
 
 // ---- Layers ----
 
-void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *quality, qkv_layer *layer) {
-  const qkv_session_config *config = &session->config;
-  const qkv_model *model = session->model;
+static void init_layer(qkv_session *session, session_working *working, uint32_t index, qkv_quality *quality,
+                       qkv_layer *layer) {
+  const qkv_session_config *config = &session->kind->config;
+  const qkv_model *model = session->kind->model;
   qkv_layer_init(layer,
                  &(qkv_layer_config){.model = model,
                                      .policy = qkv_model_policy(model, index, &config->policy),
                                      .layer = index,
                                      .first_position = config->first_position,
-                                     .arena = session->arena,
+                                     .arena = session->kind->arena,
                                      .ema = config->ema,
                                      .keep_full = config->keep_full,
                                      .quality = quality,
                                      .backing = session->detached ? NULL : config->backing,
-                                     .session = config->id,
-                                     .tokens = index == model->layers - 1 ? &session->tokens : NULL,
+                                     .session = session->id,
+                                     .tokens = index == model->layers - 1 ? &working->tokens : NULL,
                                      .pool = config->pool,
                                      .device = config->device},
-                 qkv_coding_layer(qkvi_session_current_coding(session), index));
+                 qkv_coding_layer(qkvi_working_current_coding(session->kind, working), index));
 }
 
-static void init_locked(qkv_session *session, uint32_t index, locked_layer *locked) {
+void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_layer *layer) {
+  init_layer(session, qkvi_working(session), index, NULL, layer);
+}
+
+static void init_locked(qkv_session *session, session_working *working, uint32_t index, locked_layer *locked) {
   *locked = (locked_layer){.usage = {0}};
   init_lock(&locked->lock);
   const int failed = pthread_mutex_init(&locked->info_lock, NULL) | pthread_mutex_init(&locked->rows, NULL);
   assert(failed == 0);
   (void)failed;
-  qkvi_session_init_layer(session, index, create_quality(session, index), &locked->layer);
+  init_layer(session, working, index, create_quality(session, index), &locked->layer);
   atomic_init(&locked->waiting, 0);
   locked->layer.waiting = &locked->waiting;
 }
 
-session_layers *qkvi_session_new_layers(qkv_session *session) {
-  session_layers *made = qkv_arena_alloc(session->arena, layers_bytes(session->model));
-  for (uint32_t i = 0; i < session->model->layers; i++) init_locked(session, i, &made->at[i]);
+session_layers *qkvi_session_new_layers(qkv_session *session, session_working *working) {
+  session_layers *made = qkv_arena_alloc(session->kind->arena, layers_bytes(session->kind->model));
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) init_locked(session, working, i, &made->at[i]);
+  qkv_session_tokens_give_open(&working->tokens, made->open);
   return made;
 }
 
@@ -387,48 +367,48 @@ void qkvi_session_end_new_layer(locked_layer *layer) {
 }
 
 static qkv_status make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error) {
-  QKV_TRY(qkv_arena_reserve_in(session->arena, headroom, qkvi_session_layers_cost(session), error));
-  session_layers *made = qkvi_session_new_layers(session);
-  for (uint32_t i = 0; i < session->model->layers; i++) {
+  QKV_TRY(qkv_arena_reserve_in(session->kind->arena, headroom, qkvi_session_layers_cost(session), error));
+  session_working *working = qkvi_working(session);
+  session_layers *made = qkvi_session_new_layers(session, working);
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     qkvi_session_end_new_layer(&made->at[i]);
     publish(session, &made->at[i]);
   }
-  qkv_session_tokens_give_open(&session->tokens, made->open);
-  atomic_store_explicit(&session->made, made, memory_order_release);
+  atomic_store_explicit(&working->made, made, memory_order_release);
   return QKV_OK;
 }
 
 // What was pinned meanwhile, and what may be folded again.
 static void keep_unfolded(qkv_session *session) {
-  for (uint32_t i = 0; i < session->model->layers; i++) {
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     if (qkvi_session_stays(session, i)) qkvi_session_keep(session, i);
   }
-  qkv_recency_note(session->config.recency, QKV_RECENCY_SUNK, session);
+  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_SUNK, session);
 }
 
 qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error) {
   if (qkvi_session_has_layers(session)) return QKV_OK;
-  atomic_store(&session->fold.wanted, true);
-  (void)pthread_mutex_lock(&session->making);
+  atomic_store(&session->fold_wanted, true);
+  qkvi_session_lock_making(session);
   const bool folded = qkv_session_is_folded(session), has = qkvi_session_has_layers(session);
   qkv_status status = QKV_OK;
   if (!has)
     status = folded ? qkvi_session_unfold_locked(session, headroom, error) : make_layers(session, headroom, error);
-  (void)pthread_mutex_unlock(&session->making);
+  qkvi_session_unlock_making(session);
   if (!has && folded && status == QKV_OK) keep_unfolded(session);
   return status;
 }
 
 bool qkvi_session_detach_empty(qkv_session *session) {
-  (void)pthread_mutex_lock(&session->making);
+  qkvi_session_lock_making(session);
   const bool empty = !qkvi_session_has_layers(session);
   session->detached |= empty;
-  (void)pthread_mutex_unlock(&session->making);
+  qkvi_session_unlock_making(session);
   return empty;
 }
 
-void qkvi_session_free_layers(qkv_session *session, session_layers *made) {
-  for (uint32_t i = 0; i < session->model->layers; i++) {
+static void free_layers(qkv_session *session, session_layers *made) {
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     qkv_quality *quality = made->at[i].layer.config.quality;
     publish_sums(session, &(qkv_layer_usage){0}, &made->at[i].usage);
     qkv_layer_deinit(&made->at[i].layer);
@@ -437,19 +417,28 @@ void qkvi_session_free_layers(qkv_session *session, session_layers *made) {
     (void)pthread_rwlock_destroy(&made->at[i].lock);
     (void)pthread_mutex_destroy(&made->at[i].rows);
   }
-  qkv_arena_free(session->arena, made, layers_bytes(session->model));
+  qkv_arena_free(session->kind->arena, made, layers_bytes(session->kind->model));
+}
+
+void qkvi_session_free_working(qkv_session *session, session_working *working) {
+  session_layers *made = atomic_load(&working->made);
+  qkv_session_tokens_deinit(&working->tokens);
+  if (made != NULL) free_layers(session, made);
+  qkvi_working_drop_codings(working);
+  qkv_arena_free(session->kind->arena, working, qkvi_working_bytes(session->kind->model));
 }
 
 uint64_t qkv_session_fixed_bytes(qkv_session *session) {
+  const uint64_t working = qkvi_working(session) != NULL ? qkvi_session_working_cost(session->kind) : 0;
   const uint64_t layers = qkvi_session_has_layers(session) ? qkvi_session_layers_cost(session) : 0;
-  return qkv_arena_cost(session_bytes(&session->config, session->model)) + layers;
+  return qkv_arena_cost(session_bytes(session->name)) + working + layers;
 }
 
 // ---- References ----
 
 qkv_session *qkv_session_ref(qkv_session *session) {
-  uint64_t before = atomic_fetch_add_explicit(&session->references, 1, memory_order_relaxed);
-  assert(before > 0);
+  const uint32_t before = atomic_fetch_add_explicit(&session->references, 1, memory_order_relaxed);
+  assert(before > 0 && before < UINT32_MAX);
   return session;
 }
 
@@ -458,40 +447,45 @@ void qkv_session_unref(qkv_session **session) {
   if (left == NULL) return;
   *session = NULL;
   // What every user did before its release happens before the last one frees.
-  uint64_t before = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel);
+  const uint32_t before = atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel);
   assert(before > 0);
   if (before > 1) return;
-  qkv_session_tokens_deinit(&left->tokens);
-  session_layers *made = atomic_load(&left->made);
-  if (made != NULL) qkvi_session_free_layers(left, made);
+  qkv_session_close_tokens(left);
+  session_working *working = qkvi_working(left);
+  if (working != NULL) qkvi_session_free_working(left, working);
   if (qkv_session_is_folded(left)) qkvi_session_count_folded(left, -1);
-  qkvi_session_drop_codings(left);
-  free(left->fold.layers);
-  (void)pthread_mutex_destroy(&left->making);
-  qkv_account *account = qkv_account_of(left->arena);
-  qkv_arena_free(left->arena, left, session_bytes(&left->config, left->model));
+  qkvi_session_drop_kept_codings(left);
+  const qkvi_session_kind *kind = left->kind;
+  qkv_account *account = qkv_account_of(kind->arena);
+  qkv_arena_free(kind->arena, left, session_bytes(left->name));
+  qkvi_session_kind_unref(&kind);
   qkv_account_unref(&account);
 }
 
 qkv_account *qkv_session_account(const qkv_session *session) {
-  return qkv_account_of(session->arena);
+  return qkv_account_of(session->kind->arena);
 }
 
 const qkv_model *qkv_session_model(const qkv_session *session) {
-  return session->model;
+  return session->kind->model;
 }
 
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session) {
   (void)qkvi_session_needs_layers(session);
-  return &session->tokens;
-}
-
-void qkv_session_close_tokens(qkv_session *session) {
-  qkv_session_tokens_close(&session->tokens);
+  session_working *working = qkvi_working(session);
+  return working == NULL ? NULL : &working->tokens;
 }
 
 uint64_t qkv_session_truncations(const qkv_session *session) {
   return atomic_load(&session->truncations);
+}
+
+uint64_t qkv_session_id(const qkv_session *session) {
+  return session->id;
+}
+
+const qkv_prefix_hash *qkv_session_root(const qkv_session *session) {
+  return &session->root;
 }
 
 uint64_t qkv_session_serial(const qkv_session *session) {
@@ -499,13 +493,13 @@ uint64_t qkv_session_serial(const qkv_session *session) {
 }
 
 const char *qkv_session_name(const qkv_session *session) {
-  return session->config.name;
+  return session->name;
 }
 
 qkv_status qkvi_session_check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
-  if (layer < session->model->layers) return QKV_OK;
+  if (layer < session->kind->model->layers) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
-                  session->model->name, session->model->layers);
+                  session->kind->model->name, session->kind->model->layers);
 }
 
 qkv_status qkv_session_read(qkv_session *session, uint32_t layer, const qkv_layer **out, qkv_error *error) {
@@ -527,18 +521,18 @@ qkv_status qkv_session_try_read(qkv_session *session, uint32_t layer, const qkv_
 }
 
 void qkv_session_read_done(qkv_session *session, uint32_t layer) {
-  assert(layer < session->model->layers);
+  assert(layer < session->kind->model->layers);
   end_read(layer_at(session, layer));
 }
 
 const qkv_layer *qkvi_session_look(qkv_session *session, uint32_t layer) {
-  assert(layer < session->model->layers);
+  assert(layer < session->kind->model->layers);
   lock_to_read(layer_at(session, layer));
   return begin_read(layer_at(session, layer), 0);
 }
 
 const qkv_layer *qkvi_session_try_look(qkv_session *session, uint32_t layer) {
-  assert(layer < session->model->layers);
+  assert(layer < session->kind->model->layers);
   if (pthread_rwlock_tryrdlock(&layer_at(session, layer)->lock) != 0) return NULL;
   return begin_read(layer_at(session, layer), 0);
 }
@@ -549,11 +543,11 @@ void qkvi_session_looked(qkv_session *session, uint32_t layer) {
 }
 
 qkv_arena *qkvi_session_arena(const qkv_session *session) {
-  return session->arena;
+  return session->kind->arena;
 }
 
 qkv_layer *qkvi_session_change(qkv_session *session, uint32_t layer) {
-  assert(layer < session->model->layers);
+  assert(layer < session->kind->model->layers);
   lock_to_write(layer_at(session, layer));
   return begin_write(layer_at(session, layer), 0);
 }
@@ -564,7 +558,7 @@ void qkvi_session_changed(qkv_session *session, uint32_t layer) {
 }
 
 qkv_layer *qkvi_session_try_change(qkv_session *session, uint32_t layer) {
-  assert(layer < session->model->layers);
+  assert(layer < session->kind->model->layers);
   if (pthread_rwlock_trywrlock(&layer_at(session, layer)->lock) != 0) return NULL;
   return begin_write(layer_at(session, layer), 0);
 }
@@ -574,12 +568,14 @@ bool qkv_session_is_pinned(const qkv_session *session) {
 }
 
 const qkv_session_config *qkv_session_config_of(const qkv_session *session) {
-  return &session->config;
+  return &session->kind->config;
 }
 
 _Atomic uint16_t *qkvi_session_pins(qkv_session *session, uint32_t layer) {
-  assert(layer < session->model->layers);
-  return &session->pins[layer];
+  assert(layer < session->kind->model->layers);
+  session_working *working = qkvi_working(session);
+  assert(working != NULL);
+  return &working->pins[layer];
 }
 
 bool qkvi_session_stays(qkv_session *session, uint32_t layer) {
@@ -587,8 +583,8 @@ bool qkvi_session_stays(qkv_session *session, uint32_t layer) {
 }
 
 uint32_t qkvi_session_next_layer(qkv_session *session) {
-  return (uint32_t)(atomic_fetch_add_explicit(&session->next_layer, 1, memory_order_relaxed) %
-                    session->model->layers);
+  return (uint32_t)(atomic_fetch_add_explicit(&qkvi_working(session)->next_layer, 1, memory_order_relaxed) %
+                    session->kind->model->layers);
 }
 
 static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
@@ -600,12 +596,12 @@ static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t positi
 
 // Hashes of ids that go without the records that have them, those of the last layer.
 static void cut_hashes(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count) {
-  const qkv_backing *backing = session->detached ? NULL : session->config.backing;
-  if (backing == NULL || position >= qkv_session_tokens_length(&session->tokens)) return;
+  const qkv_backing *backing = session->detached ? NULL : session->kind->config.backing;
+  if (backing == NULL || position >= qkv_session_tokens_length(&qkvi_working(session)->tokens)) return;
   for (size_t i = 0; i < layer_count; i++) {
-    if (layers[i] == session->model->layers - 1) return;
+    if (layers[i] == session->kind->model->layers - 1) return;
   }
-  backing->cut(backing->context, session->config.id, session->model->layers, position);
+  backing->cut(backing->context, session->id, session->kind->model->layers, position);
 }
 
 qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
@@ -614,16 +610,16 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
   qkv_session_touch(session);
   if (qkvi_session_is_new(session)) return QKV_OK;
   QKV_TRY(qkvi_session_make_layers(session, NULL, error));
-  (void)pthread_mutex_lock(&session->making);
+  qkvi_session_lock_making(session);
   atomic_fetch_add(&session->truncations, 1);
   if (layer_count > 0) cut_hashes(session, position, layers, layer_count);
   if (position < atomic_load(&session->whole)) qkv_session_set_whole(session, position);
-  qkv_session_tokens_truncate(&session->tokens, position);
+  qkv_session_tokens_truncate(&qkvi_working(session)->tokens, position);
   if (layer_count == 0) {
-    for (uint32_t i = 0; i < session->model->layers; i++) truncate_layer(session, i, position);
+    for (uint32_t i = 0; i < session->kind->model->layers; i++) truncate_layer(session, i, position);
   }
   for (size_t i = 0; i < layer_count; i++) truncate_layer(session, layers[i], position);
-  (void)pthread_mutex_unlock(&session->making);
+  qkvi_session_unlock_making(session);
   qkvi_session_drop_unused(session);
   return QKV_OK;
 }
@@ -649,7 +645,8 @@ static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
 // What another session has done to pages that are shared is not published here: looked at anew where that needs no
 // waiting.
 static void look_again(qkv_session *session, locked_layer *layer) {
-  if (!atomic_load_explicit(&session->shares, memory_order_relaxed) || pthread_rwlock_tryrdlock(&layer->lock) != 0)
+  if (!atomic_load_explicit(&qkvi_working(session)->shares, memory_order_relaxed) ||
+      pthread_rwlock_tryrdlock(&layer->lock) != 0)
     return;
   (void)begin_read(layer, 0);
   publish(session, layer);
@@ -659,31 +656,34 @@ static void look_again(qkv_session *session, locked_layer *layer) {
 // ---- Sharing ----
 
 void qkvi_session_note_shared(qkv_session *session) {
-  atomic_store(&session->shares, true);
+  atomic_store(&qkvi_working(session)->shares, true);
   list_session(session, true, false, false, false);
 }
 
 // All of it is on the tier, and nothing else takes memory.
 static void read_folded(const qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
-  for (uint32_t i = 0; i < session->model->layers && lengths != NULL; i++) lengths[i] = session->fold.layers->length;
-  info->usage.tokens_coded = info->usage.tokens_cold = atomic_load(&session->tokens_cold);
-  info->usage.bytes_stored = atomic_load(&session->bytes_stored);
+  for (uint32_t i = 0; i < session->kind->model->layers && lengths != NULL; i++) lengths[i] = session->fold.length;
+  info->usage.tokens_coded = info->usage.tokens_cold = qkv_session_tokens_cold(session);
+  info->usage.bytes_stored = qkv_session_bytes_stored(session);
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
   const int64_t used_unix_ms = now_ms(CLOCK_REALTIME) - idle_ms(session), created = session->created_unix_ms;
-  *info = (qkv_session_info){.config = session->config,
-                             .model = session->model,
+  *info = (qkv_session_info){.config = session->kind->config,
+                             .model = session->kind->model,
                              .created_unix_ms = created,
                              .last_used_unix_ms = used_unix_ms > created ? used_unix_ms : created,
                              .last_used_ms = atomic_load_explicit(&session->last_used_ms, memory_order_relaxed)};
+  info->config.name = session->name;
+  info->config.id = session->id;
+  info->config.root = session->root;
   info->config.ttl_ms = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
   info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
   info->config.staged = qkv_session_is_staged(session);
   info->config.whole = atomic_load_explicit(&session->whole, memory_order_relaxed);
   if (!qkvi_session_has_layers(session) && qkv_session_is_folded(session)) return read_folded(session, info, lengths);
-  for (uint32_t i = 0; i < session->model->layers; i++) {
-    if (lengths != NULL) lengths[i] = session->config.first_position;
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
+    if (lengths != NULL) lengths[i] = session->kind->config.first_position;
     if (!qkvi_session_has_layers(session)) continue;
     locked_layer *layer = layer_at(session, i);
     look_again(session, layer);

@@ -12,7 +12,8 @@
 //
 // Memory: an open session takes less than 1 KiB (of 32 layers). With its first use it gets its layers' locks and
 // tables, about 600 bytes a layer, and with a quality contract the queries that it is held by (qkv_quality_bytes a
-// layer). All of it is the arena's like the rows; usage counts the rows alone.
+// layer). Folded (session_fold.h) it takes its name and less than 200 bytes. All of it is the arena's like the rows;
+// usage counts the rows alone. What sessions have alike is in one object for all of them (session_kind.h).
 #ifndef QKV_ENGINE_CACHE_SESSION_H
 #define QKV_ENGINE_CACHE_SESSION_H
 
@@ -82,10 +83,10 @@ void qkv_session_unref(qkv_session **session);
 // A new session of the parent's model that has all that the parent has below positions[layer], of each of the model's
 // layers, shared: the codes, and the exact rows until one of the two writes. A layer that ends earlier is shared as
 // far as it goes. Attention averages, tiers and the contract are its own from here on. `config` is the parent's but
-// for name, id, headroom, ttl_ms, pinned, tier_bits and max_attention_error. Takes as much of the arena as an empty
-// session. No truncation of the parent happens meanwhile: the fork has rows and token ids of one state, or of states
-// that appends lead to. RESOURCE_EXHAUSTED (the arena's); UNAVAILABLE: the parent has been truncated since
-// config->parent_truncations.
+// for name, id, headroom, ttl_ms, pinned, tier_bits and max_attention_error; its root is not read. Takes as much of
+// the arena as an empty session. No truncation of the parent happens meanwhile: the fork has rows and token ids of
+// one state, or of states that appends lead to. RESOURCE_EXHAUSTED (the arena's); UNAVAILABLE: the parent has been
+// truncated since config->parent_truncations.
 qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *config, const uint64_t *positions,
                             qkv_session **out, qkv_error *error);
 
@@ -93,9 +94,13 @@ const qkv_model *qkv_session_model(const qkv_session *session);
 // How often it has been truncated.
 uint64_t qkv_session_truncations(const qkv_session *session);
 const char *qkv_session_name(const qkv_session *session);
-const qkv_session_config *qkv_session_config_of(const qkv_session *session);  // resolved
-// Its token ids; alive as long as the session. Where it is folded (session_fold.h) this makes its layers first, and
-// without these there are none.
+uint64_t qkv_session_id(const qkv_session *session);  // as the backing knows it
+// Its config, resolved, but for what is each session's own, which is 0 here, `name` NULL: name, id, root, ttl_ms,
+// pinned, staged, whole. qkv_session_read_info has all.
+const qkv_session_config *qkv_session_config_of(const qkv_session *session);
+const qkv_prefix_hash *qkv_session_root(const qkv_session *session);  // of its tenant, model and salt
+// Its token ids; alive while a reference is held. Where it is folded (session_fold.h) this makes its layers first;
+// NULL where that fails.
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session);
 // For the store: as qkv_session_tokens_close.
 void qkv_session_close_tokens(qkv_session *session);

@@ -115,7 +115,7 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
     appending->offers = qkvi_session_offers(session, appending, position, ids.ids, ids.count);
   const qkv_status status = qkv_layer_append(appending, position, k, v, before_rope, appended, error);
   *length = appending->length;
-  use->pages_shared = qkvi_page_offers_free(&appending->offers, session->arena);
+  use->pages_shared = qkvi_page_offers_free(&appending->offers, session->kind->arena);
   qkvi_session_end_rows(&change);
   if (renewed) qkvi_session_drop_unused(session);
   return status;

@@ -5,83 +5,100 @@
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 
-const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration) {
-  qkv_coding *coding = qkv_coding_get(session->model, &session->config.policy, session->config.purpose, calibration);
-  (void)pthread_mutex_lock(&session->codings_lock);
+// The reference is the list's.
+static void add(session_working *working, qkv_coding *coding) {
+  working->codings = realloc((void *)working->codings, (working->coding_count + 1) * sizeof *working->codings);
+  if (working->codings == NULL) abort();
+  working->codings[working->coding_count++] = coding;
+}
+
+const qkv_coding *qkvi_working_coding(const qkvi_session_kind *kind, session_working *working,
+                                      const qkv_calibration *calibration) {
+  qkv_coding *coding = qkv_coding_get(kind->model, &kind->config.policy, kind->config.purpose, calibration);
+  (void)pthread_mutex_lock(&working->codings_lock);
   size_t i = 0;
-  while (i < session->coding_count && session->codings[i] != coding) i++;
-  if (i < session->coding_count) {
-    (void)pthread_mutex_unlock(&session->codings_lock);
+  while (i < working->coding_count && working->codings[i] != coding) i++;
+  if (i < working->coding_count) {
+    (void)pthread_mutex_unlock(&working->codings_lock);
     qkv_coding *extra = coding;  // the list holds one reference already
     qkv_coding_unref(&extra);
     return coding;
   }
-  session->codings = realloc((void *)session->codings, (session->coding_count + 1) * sizeof *session->codings);
-  if (session->codings == NULL) abort();
-  session->codings[session->coding_count++] = coding;
-  (void)pthread_mutex_unlock(&session->codings_lock);
+  add(working, coding);
+  (void)pthread_mutex_unlock(&working->codings_lock);
   return coding;
+}
+
+const qkv_coding *qkvi_session_coding(qkv_session *session, const qkv_calibration *calibration) {
+  return qkvi_working_coding(session->kind, qkvi_working(session), calibration);
 }
 
 size_t qkv_session_calibrations(qkv_session *session, size_t first, const qkv_calibration **out, size_t max) {
   size_t count = 0, passed = 0;
-  (void)pthread_mutex_lock(&session->codings_lock);
-  for (size_t i = 0; i < session->coding_count && count < max; i++) {
-    const qkv_calibration *calibration = qkv_coding_calibration(session->codings[i]);
+  session_working *working = qkvi_working(session);
+  if (working == NULL) return 0;  // it is durable, and so are the calibrations of its pages
+  (void)pthread_mutex_lock(&working->codings_lock);
+  for (size_t i = 0; i < working->coding_count && count < max; i++) {
+    const qkv_calibration *calibration = qkv_coding_calibration(working->codings[i]);
     if (calibration != NULL && passed++ >= first) out[count++] = qkv_calibration_ref(calibration);
   }
-  (void)pthread_mutex_unlock(&session->codings_lock);
+  (void)pthread_mutex_unlock(&working->codings_lock);
   return count;
 }
 
 // The coding for pages to come: another one where the model's calibration has changed.
-const qkv_coding *qkvi_session_current_coding(qkv_session *session) {
-  const qkv_model *model = session->model;
+const qkv_coding *qkvi_working_current_coding(const qkvi_session_kind *kind, session_working *working) {
+  const qkv_model *model = kind->model;
   const qkv_calibration *calibration =
       model->calibration != NULL ? qkv_calibration_slot_get(model->calibration) : NULL;
-  const qkv_coding *coding = qkvi_session_coding(session, calibration);
+  const qkv_coding *coding = qkvi_working_coding(kind, working, calibration);
   qkv_calibration_unref(&calibration);
   return coding;
 }
 
 bool qkvi_session_coder_is_old(const qkv_session *session, uint32_t layer) {
-  const qkv_calibration_slot *slot = session->model->calibration;
+  const qkv_calibration_slot *slot = session->kind->model->calibration;
   const qkv_coder *coder = layer_at(session, layer)->layer.coder;
   return slot != NULL && coder->codec->calibrated && qkv_calibration_slot_version(slot) != coder->calibration;
 }
 
 void qkvi_session_renew_coder(qkv_session *session, uint32_t layer) {
   qkvi_session_use_codings(session);
-  layer_at(session, layer)->layer.coder = qkv_coding_layer(qkvi_session_current_coding(session), layer);
+  layer_at(session, layer)->layer.coder =
+      qkv_coding_layer(qkvi_working_current_coding(session->kind, qkvi_working(session)), layer);
   qkvi_session_codings_used(session);
 }
 
 void qkvi_session_use_codings(qkv_session *session) {
-  int failed = pthread_rwlock_rdlock(&session->codings_use);
+  int failed = pthread_rwlock_rdlock(&qkvi_working(session)->codings_use);
   assert(failed == 0);
 }
 
 void qkvi_session_codings_used(qkv_session *session) {
-  int failed = pthread_rwlock_unlock(&session->codings_use);
+  int failed = pthread_rwlock_unlock(&qkvi_working(session)->codings_use);
   assert(failed == 0);
 }
 
-static void mark_coder(const qkv_session *session, const qkv_coder *coder, bool *used) {
-  for (size_t i = 0; i < session->coding_count; i++) used[i] |= qkv_coding_has(session->codings[i], coder);
+static void mark_coder(const session_working *working, const qkv_coder *coder, bool *used) {
+  for (size_t i = 0; i < working->coding_count; i++) used[i] |= qkv_coding_has(working->codings[i], coder);
+}
+
+static void mark_ranges(const session_working *working, const qkv_layer *layer, bool *used) {
+  const qkv_coder *last = NULL;
+  for (size_t r = 0; r < layer->range_count; r++) {
+    const qkv_coder *coder = layer->ranges[r].range->coder;
+    if (coder != last) mark_coder(working, coder, used);
+    last = coder;
+  }
 }
 
 // False where a layer is in use.
 static bool mark_used(qkv_session *session, bool *used) {
-  for (uint32_t i = 0; i < session->model->layers; i++) {
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     locked_layer *locked = layer_at(session, i);
     if (pthread_rwlock_tryrdlock(&locked->lock) != 0) return false;
-    const qkv_coder *last = locked->layer.coder;
-    mark_coder(session, last, used);
-    for (size_t r = 0; r < locked->layer.range_count; r++) {
-      const qkv_coder *coder = locked->layer.ranges[r].range->coder;
-      if (coder != last) mark_coder(session, coder, used);
-      last = coder;
-    }
+    mark_coder(qkvi_working(session), locked->layer.coder, used);
+    mark_ranges(qkvi_working(session), &locked->layer, used);
     (void)pthread_rwlock_unlock(&locked->lock);
   }
   return true;
@@ -90,29 +107,63 @@ static bool mark_used(qkv_session *session, bool *used) {
 // Drops codings that no page is coded by any more; a calibration that has been replaced goes with the last session
 // that has one of its codings. Now or at a later call: it never waits.
 void qkvi_session_drop_unused(qkv_session *session) {
-  if (pthread_rwlock_trywrlock(&session->codings_use) != 0) return;
-  (void)pthread_mutex_lock(&session->codings_lock);
-  bool *used = calloc(session->coding_count + 1, sizeof *used);
+  session_working *working = qkvi_working(session);
+  if (pthread_rwlock_trywrlock(&working->codings_use) != 0) return;
+  (void)pthread_mutex_lock(&working->codings_lock);
+  bool *used = calloc(working->coding_count + 1, sizeof *used);
   if (used == NULL) abort();
-  if (session->coding_count > 1 && qkvi_session_has_layers(session) && mark_used(session, used)) {
+  if (working->coding_count > 1 && qkvi_session_has_layers(session) && mark_used(session, used)) {
     size_t kept = 0;
-    for (size_t i = 0; i < session->coding_count; i++) {
+    for (size_t i = 0; i < working->coding_count; i++) {
       if (used[i]) {
-        session->codings[kept++] = session->codings[i];
+        working->codings[kept++] = working->codings[i];
       } else {
-        qkv_coding_unref(&session->codings[i]);
+        qkv_coding_unref(&working->codings[i]);
       }
     }
-    session->coding_count = kept;
+    working->coding_count = kept;
   }
   free(used);
-  (void)pthread_mutex_unlock(&session->codings_lock);
+  (void)pthread_mutex_unlock(&working->codings_lock);
   qkvi_session_codings_used(session);
 }
 
-void qkvi_session_drop_codings(qkv_session *session) {
-  for (size_t i = 0; i < session->coding_count; i++) qkv_coding_unref(&session->codings[i]);
-  free((void *)session->codings);
-  (void)pthread_mutex_destroy(&session->codings_lock);
-  (void)pthread_rwlock_destroy(&session->codings_use);
+void qkvi_working_drop_codings(session_working *working) {
+  for (size_t i = 0; i < working->coding_count; i++) qkv_coding_unref(&working->codings[i]);
+  free((void *)working->codings);
+  (void)pthread_mutex_destroy(&working->codings_lock);
+  (void)pthread_rwlock_destroy(&working->codings_use);
+}
+
+// ---- Of a folded session ----
+
+static qkv_coding **kept_of(const session_fold *fold) {
+  return fold->coding_count == 1 ? (qkv_coding **)&fold->codings.one : fold->codings.list;
+}
+
+void qkvi_session_keep_codings(qkv_session *session, const session_working *working) {
+  session_fold *fold = &session->fold;
+  bool *used = calloc(working->coding_count + 1, sizeof *used);
+  if (used == NULL) abort();
+  for (uint32_t i = 0; i < session->kind->model->layers; i++)
+    mark_ranges(working, &atomic_load(&working->made)->at[i].layer, used);
+  fold->coding_count = 0;
+  for (size_t i = 0; i < working->coding_count; i++) fold->coding_count += used[i];
+  if (fold->coding_count > 1) fold->codings.list = calloc(fold->coding_count, sizeof *fold->codings.list);
+  if (fold->coding_count > 1 && fold->codings.list == NULL) abort();
+  for (size_t i = 0, at = 0; i < working->coding_count; i++) {
+    if (used[i]) kept_of(fold)[at++] = qkv_coding_ref(working->codings[i]);
+  }
+  free(used);
+}
+
+void qkvi_session_take_codings(const qkv_session *session, session_working *working) {
+  for (uint32_t i = 0; i < session->fold.coding_count; i++) add(working, qkv_coding_ref(kept_of(&session->fold)[i]));
+}
+
+void qkvi_session_drop_kept_codings(qkv_session *session) {
+  session_fold *fold = &session->fold;
+  for (uint32_t i = 0; i < fold->coding_count; i++) qkv_coding_unref(&kept_of(fold)[i]);
+  if (fold->coding_count > 1) free((void *)fold->codings.list);
+  fold->coding_count = 0;
 }

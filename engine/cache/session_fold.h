@@ -1,12 +1,12 @@
 // Folding: a session of which nothing is in memory gives up its layers, and the tier keeps what they are made of.
 //
 // A session is folded while it is not in use: all of its rows are in durable pages on the tier, no other session
-// shares them, and it has no quality contract. Its layers, with their tables of pages and averages of attention, and
-// its token ids are freed; what is needed to make them again is one record of the tier (backing.h). The session
-// itself stays in the store, with its config, its place in the index of prefixes and in the order of use, and the
-// sums that its info is read from. The first use that needs a layer or a token id makes them again, with averages of
-// attention that begin at 0, and drops the record. The record counts in this process alone: the next one finds the
-// session by its pages.
+// shares them, and it has no quality contract. Its layers, with their tables of pages and averages of attention, its
+// token ids and the rest of its working state (session_state.h) are freed; what is needed to make them again is one
+// record of the tier (backing.h). The session itself stays in the store: its name and less than 200 bytes, which have
+// its place in the index of prefixes and in the order of use, and what its info is read from. The first use that
+// needs a layer or a token id makes the rest again, with averages of attention that begin at 0, and drops the record.
+// The record counts in this process alone: the next one finds the session by its pages.
 //
 //   record, little-endian; the tier has its checksum
 //   header, 40 bytes   0  8  magic "QKVFOLD\0"
@@ -57,12 +57,13 @@ size_t qkv_session_indexed_hashes(qkv_session *session, qkv_prefix_hash *hashes,
 int64_t qkv_session_sunk_since_ms(const qkv_session *session);
 void qkv_session_fold_later(qkv_session *session, int64_t now_ms);
 
-// For the store, which has locked whatever gives references to sessions. `begin` takes the layers out of the session
-// where there are `references` to it and no other thread makes its layers; false: not now. `end`, after these locks,
-// writes the record, waits until it can be read, and frees the layers; false, with the session as it was, where
-// something of it cannot be folded, the tier does not take the record, or a thread needs the session meanwhile.
-typedef struct session_layers session_layers;
-bool qkvi_session_fold_begin(qkv_session *session, uint64_t references, session_layers **layers);
-bool qkvi_session_fold_end(qkv_session *session, session_layers *layers);
+// For the store, which has locked all that gives references to sessions. `begin` takes the working state out of the
+// session where there are `references` to it and no other thread makes its layers; false: not now. `end`, after these
+// locks, writes the record, waits until it can be read, and frees the working state; false, with the session as it
+// was, where something of it cannot be folded, the tier does not take the record, or a thread needs the session
+// meanwhile.
+typedef struct session_working session_working;
+bool qkvi_session_fold_begin(qkv_session *session, uint32_t references, session_working **working);
+bool qkvi_session_fold_end(qkv_session *session, session_working *working);
 
 #endif

@@ -7,10 +7,11 @@
 #include "engine/cache/session_state.h"
 
 static void share_codings(qkv_session *parent, qkv_session *child) {
-  (void)pthread_mutex_lock(&parent->codings_lock);
-  for (size_t i = 0; i < parent->coding_count; i++)
-    (void)qkvi_session_coding(child, qkv_coding_calibration(parent->codings[i]));
-  (void)pthread_mutex_unlock(&parent->codings_lock);
+  session_working *working = qkvi_working(parent);
+  (void)pthread_mutex_lock(&working->codings_lock);
+  for (size_t i = 0; i < working->coding_count; i++)
+    (void)qkvi_session_coding(child, qkv_coding_calibration(working->codings[i]));
+  (void)pthread_mutex_unlock(&working->codings_lock);
 }
 
 // The parent has used them, and keeps those that stay.
@@ -40,28 +41,30 @@ qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *confi
   qkv_session_touch(parent);
   const bool is_new = qkvi_session_is_new(parent);
   if (!is_new) QKV_TRY(qkvi_session_make_layers(parent, NULL, error));
-  QKV_TRY(qkv_session_create(config, parent->model, parent->arena, out, error));
+  qkv_session_config own = *config;
+  own.root = parent->root;
+  QKV_TRY(qkv_session_create(&own, parent->kind->model, parent->kind->arena, out, error));
   if (is_new) return QKV_OK;
   const qkv_status status = qkvi_session_make_layers(*out, config->headroom, error);
   if (status != QKV_OK) {
     qkv_session_unref(out);
     return status;
   }
-  (void)pthread_mutex_lock(&parent->making);
+  qkvi_session_lock_making(parent);
   if (atomic_load(&parent->truncations) != config->parent_truncations) {
-    (void)pthread_mutex_unlock(&parent->making);
-    qkv_session_tokens_close(&(*out)->tokens);
+    qkvi_session_unlock_making(parent);
+    qkv_session_close_tokens(*out);
     qkv_session_unref(out);
-    return qkv_fail(error, QKV_UNAVAILABLE, "session %s is being truncated", parent->config.name);
+    return qkv_fail(error, QKV_UNAVAILABLE, "session %s is being truncated", parent->name);
   }
   qkvi_session_note_shared(parent);
   qkvi_session_note_shared(*out);
   uint64_t end = 0;
-  for (uint32_t i = 0; i < parent->model->layers; i++) {
+  for (uint32_t i = 0; i < parent->kind->model->layers; i++) {
     fork_layer(parent, *out, i, positions[i]);
     if (positions[i] > end) end = positions[i];
   }
-  qkv_session_tokens_fork(&parent->tokens, end, &(*out)->tokens);
-  (void)pthread_mutex_unlock(&parent->making);
+  qkv_session_tokens_fork(&qkvi_working(parent)->tokens, end, &qkvi_working(*out)->tokens);
+  qkvi_session_unlock_making(parent);
   return QKV_OK;
 }

@@ -21,7 +21,7 @@ bool qkvi_session_needs_layers(qkv_session *session);
 uint64_t qkvi_session_layers_cost(const qkv_session *session);
 qkv_status qkvi_session_make_layers(qkv_session *session, uint64_t *headroom, qkv_error *error);
 // A layer as a new one would be, of a session that has none, for asking what it costs.
-void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_quality *quality, qkv_layer *layer);
+void qkvi_session_init_layer(qkv_session *session, uint32_t index, qkv_layer *layer);
 // Whether it has no layers yet; layers made later then have no backing.
 bool qkvi_session_detach_empty(qkv_session *session);
 

@@ -5,23 +5,29 @@
 #include "engine/cache/session_state.h"
 
 bool qkv_session_has_cold(const qkv_session *session) {
-  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed) > 0;
+  return qkv_session_tokens_cold(session) > 0;
 }
 
 uint64_t qkv_session_bytes_exact(const qkv_session *session) {
-  return atomic_load(&session->bytes_exact);
+  const session_working *working = qkvi_working(session);
+  return working == NULL ? 0 : atomic_load(&working->bytes_exact);
 }
 
 uint64_t qkv_session_bytes_kept(const qkv_session *session) {
-  return atomic_load_explicit(&session->bytes_kept, memory_order_relaxed);
+  const session_working *working = qkvi_working(session);
+  return working == NULL ? 0 : atomic_load_explicit(&working->bytes_kept, memory_order_relaxed);
 }
 
 uint64_t qkv_session_bytes_stored(const qkv_session *session) {
-  return atomic_load_explicit(&session->bytes_stored, memory_order_relaxed);
+  const session_working *working = qkvi_working(session);
+  return working == NULL ? session->fold.stored : atomic_load_explicit(&working->bytes_stored, memory_order_relaxed);
 }
 
 uint64_t qkv_session_tokens_cold(const qkv_session *session) {
-  return atomic_load_explicit(&session->tokens_cold, memory_order_relaxed);
+  const session_working *working = qkvi_working(session);
+  if (working == NULL)  // all of them
+    return (session->fold.length - session->kind->config.first_position) * session->kind->model->layers;
+  return atomic_load_explicit(&working->tokens_cold, memory_order_relaxed);
 }
 
 // While its layers are made again both hold, and the lengths are the same.
@@ -32,8 +38,8 @@ static bool is_folded(const qkv_session *session) {
 uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes) {
   *bytes = 0;
   if (is_folded(session)) {  // layers differ little
-    *bytes = qkv_session_bytes_stored(session) / session->model->layers;
-    return session->fold.layers->length - session->config.first_position;
+    *bytes = qkv_session_bytes_stored(session) / session->kind->model->layers;
+    return session->fold.length - session->kind->config.first_position;
   }
   if (!qkvi_session_has_layers(session)) return 0;
   qkvi_session_lock_info(layer_at(session, layer));
@@ -44,8 +50,8 @@ uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes)
 }
 
 uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
-  if (is_folded(session)) return session->fold.layers->length;
-  if (!qkvi_session_has_layers(session)) return session->config.first_position;
+  if (is_folded(session)) return session->fold.length;
+  if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
   qkvi_session_lock_info(layer_at(session, layer));
   const uint64_t length = layer_at(session, layer)->length;
   qkvi_session_unlock_info(layer_at(session, layer));
@@ -53,7 +59,8 @@ uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
 }
 
 bool qkvi_session_any_unsettled(const qkv_session *session) {
-  return atomic_load(&session->unsettled) > 0;
+  const session_working *working = qkvi_working(session);
+  return working != NULL && atomic_load(&working->unsettled) > 0;
 }
 
 bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
@@ -66,9 +73,9 @@ bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
 
 uint64_t qkv_session_length(qkv_session *session) {
   uint64_t length = UINT64_MAX;
-  if (is_folded(session)) return session->fold.layers->length;
-  if (!qkvi_session_has_layers(session)) return session->config.first_position;
-  for (uint32_t i = 0; i < session->model->layers; i++) {
+  if (is_folded(session)) return session->fold.length;
+  if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     locked_layer *layer = layer_at(session, i);
     qkvi_session_lock_info(layer);
     if (layer->length < length) length = layer->length;
@@ -79,8 +86,8 @@ uint64_t qkv_session_length(qkv_session *session) {
 
 void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
   const bool folded = is_folded(session);
-  for (uint32_t i = 0; i < session->model->layers; i++) {
-    durable[i] = folded ? session->fold.layers->length : session->config.first_position;
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
+    durable[i] = folded ? session->fold.length : session->kind->config.first_position;
     if (folded || !qkvi_session_has_layers(session)) continue;
     qkvi_session_lock_info(layer_at(session, i));
     durable[i] = layer_at(session, i)->durable;

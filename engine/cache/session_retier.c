@@ -322,20 +322,23 @@ qkv_status qkv_session_read_attention(qkv_session *session, uint32_t layer, size
 void qkv_session_tiers_looked(qkv_session *session) {
   struct timespec now;
   (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  atomic_store(&session->tiers.looked_ms, (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000);
+  session_working *working = qkvi_working(session);
+  if (working != NULL) atomic_store(&working->tiers.looked_ms, (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000);
 }
 
 // A use meanwhile stands (qkv_session_touch).
 static void mark(qkv_session *session, _Atomic bool *what, qkv_recency_list list, int64_t used_ms) {
   atomic_store(what, true);
   if (atomic_load(&session->last_used_ms) != used_ms) atomic_store(what, false);
-  qkv_recency_note(session->config.recency, list, session);
+  qkv_recency_note(session->kind->config.recency, list, session);
 }
 
 void qkv_session_tiers_settled(qkv_session *session, int64_t used_ms) {
-  mark(session, &session->tiers.settled, QKV_RECENCY_AIMED, used_ms);
+  session_working *working = qkvi_working(session);
+  if (working != NULL) mark(session, &working->tiers.settled, QKV_RECENCY_AIMED, used_ms);
 }
 
 void qkv_session_tiers_lowest(qkv_session *session, int64_t used_ms) {
-  mark(session, &session->tiers.lowest, QKV_RECENCY_DEMOTABLE, used_ms);
+  session_working *working = qkvi_working(session);
+  if (working != NULL) mark(session, &working->tiers.lowest, QKV_RECENCY_DEMOTABLE, used_ms);
 }

@@ -3,6 +3,7 @@
 #include <assert.h>
 #include <stdatomic.h>
 
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
 
 bool qkv_session_settle(qkv_session *session) {
@@ -92,7 +93,8 @@ void qkv_session_unpin(qkv_session *session, uint32_t layer) {
 
 static uint64_t first_append_cost(qkv_session *session, uint32_t index, uint64_t end) {
   qkv_layer layer;
-  qkvi_session_init_layer(session, index, NULL, &layer);
+  if (qkv_session_is_folded(session)) return qkv_session_unfold_cost(session);  // its layers could not be made
+  qkvi_session_init_layer(session, index, &layer);
   const uint64_t cost = qkv_layer_append_cost(&layer, end);
   qkv_layer_deinit(&layer);
   return qkvi_session_layers_cost(session) + cost;

@@ -1,4 +1,4 @@
-// The fields of a session, for session.c and session_codings.c.
+// The fields of a session.
 #ifndef QKV_ENGINE_CACHE_SESSION_STATE_H
 #define QKV_ENGINE_CACHE_SESSION_STATE_H
 
@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 
 #include "engine/cache/session.h"
+#include "engine/cache/session_kind.h"
 
 // `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
 // them: a thread that asks for a session's info never waits for one that runs.
@@ -25,7 +26,7 @@ typedef struct locked_layer {
   qkv_layer_usage usage;
 } locked_layer;
 
-// What a session gets with its first use: an open session without rows takes less than 1 KiB.
+// What a session gets with its first use.
 typedef struct session_layers {
   uint32_t open[QKV_PREFIX_PAGE];  // of its token ids
   locked_layer at[];               // model->layers
@@ -38,37 +39,14 @@ typedef struct session_tiers {
   _Atomic bool settled, lowest;  // since its last use: nothing is to be done; the tiers are as low as they get
 } session_tiers;
 
-// What is known of the layers of a session that is folded (session_fold.h). `length` is written while no other thread
-// has the session, the others with its lock `making`.
-typedef struct folded_layers {
-  uint64_t length;
-  _Atomic uint64_t cost;  // bytes of the arena that unfolding takes
-  uint64_t bytes;         // of the record
-  uint64_t stored;        // bytes of all pages on the tier
-  uint64_t pages;
-} folded_layers;
-
-#define QKVI_FOLDING UINT64_MAX
-typedef struct session_fold {
-  folded_layers *layers;     // of the last time; NULL: it never was folded. Freed with the session
-  _Atomic uint64_t record;   // 0: it is not folded; QKVI_FOLDING: the record is being written
-  _Atomic int64_t tried_ms;  // when it was last tried in vain, on the monotonic clock
-  _Atomic bool wanted;       // a thread waits for the layers while they are being folded
-} session_fold;
-
-struct qkv_session {
-  qkv_session_config config;
-  const qkv_model *model;
+// What a session has unless it is folded (session_fold.h). A thread that has a reference to the session never sees it
+// go: folding takes it away while no other thread has one.
+typedef struct session_working {
   pthread_mutex_t codings_lock;  // of the list
   qkv_coding **codings;          // all that pages are written with, and those of pages to come
   size_t coding_count;
   pthread_rwlock_t codings_use;  // read by who has a coder without having its layer; written to drop some. Never
                                  // waited for to be written, nor is a layer by who writes it
-  qkv_arena *arena;              // this block is its, too
-  uint64_t serial;
-  _Atomic uint64_t references;
-  int64_t created_unix_ms;
-  _Atomic int64_t last_used_ms;
   _Atomic uint64_t next_layer;   // that a step of re-tiering begins with
   _Atomic uint32_t last_layer;   // that was appended to or read
   _Atomic uint32_t turns;        // times that the first layer came after the last one
@@ -78,26 +56,69 @@ struct qkv_session {
   _Atomic uint64_t bytes_kept;    // both, with averages and full pages, without what others share
   _Atomic uint64_t bytes_stored;  // on the SSD
   _Atomic uint32_t unsettled;     // layers, likewise
-  _Atomic uint64_t ttl_ms;
-  _Atomic bool pinned;  // by the owner
-  _Atomic bool staged;
-  _Atomic uint64_t whole;
-  _Atomic bool shares;  // pages with other sessions, or has
-  bool detached;        // from the backing, before there were any layers
-  qkv_recency_places places;
+  _Atomic bool shares;            // pages with other sessions, or has
+  _Atomic int64_t fold_tried_ms;  // when it was last tried in vain to fold it, on the monotonic clock
+  qkv_recency_places places;      // in the lists of what is in memory
   session_tiers tiers;
-  session_fold fold;
-  _Atomic uint32_t truncations;
   qkv_session_tokens tokens;
-  pthread_mutex_t making;  // of the layers, and of forks of the session: one at a time
   _Atomic(session_layers *) made;
   _Atomic uint16_t pins[];  // [model->layers]
+} session_working;
+
+// What is known of a session that is folded. `length` and `stored` are written while no other thread has the session,
+// the others by the thread that makes its layers, or takes them away.
+typedef struct session_fold {
+  _Atomic uint64_t record;  // 0: it is not folded; QKVI_FOLDING: the record is being written
+  uint64_t length;          // the next position of every layer
+  uint64_t stored;          // bytes of all pages on the tier
+  _Atomic uint32_t cost;    // of QKV_ARENA_ALIGN bytes of the arena, that unfolding takes
+  uint32_t bytes;           // of the record
+  uint32_t pages;
+  qkv_prefix_holder holder;  // its place in the index of prefixes, with the lock of session_working.c
+  uint32_t coding_count;
+  union {
+    qkv_coding *one;    // coding_count is 1
+    qkv_coding **list;  // it is more
+  } codings;            // a reference each
+} session_fold;
+#define QKVI_FOLDING UINT64_MAX
+
+// All that a folded session takes of memory, but for its places in tables: fields are ordered by size.
+struct qkv_session {
+  const qkvi_session_kind *kind;
+  _Atomic(session_working *) working;  // NULL: it is folded
+  uint64_t id, serial;
+  qkv_prefix_hash root;
+  int64_t created_unix_ms;
+  _Atomic int64_t last_used_ms;
+  _Atomic uint64_t ttl_ms;
+  _Atomic uint64_t whole;
+  session_fold fold;
+  _Atomic uint32_t references;
+  _Atomic uint32_t truncations;
+  qkv_recency_standing standing;
+  _Atomic bool pinned;  // by the owner
+  _Atomic bool staged;
+  _Atomic bool fold_wanted;  // a thread waits for the layers while they are being folded
+  bool detached;             // from the backing, while there were no layers
+  bool closed;               // it has no place in the index of prefixes any more; with the lock of session_working.c
+  bool making;               // qkvi_session_lock_making
+  char name[];
 };
+
+static inline size_t qkvi_working_bytes(const qkv_model *model) {
+  return sizeof(session_working) + model->layers * sizeof(_Atomic uint16_t);
+}
+
+static inline session_working *qkvi_working(const qkv_session *session) {
+  return atomic_load_explicit(&session->working, memory_order_acquire);
+}
 
 // A layer of a session that has them.
 static inline locked_layer *layer_at(const qkv_session *session, uint32_t layer) {
-  session_layers *made = atomic_load_explicit(&session->made, memory_order_acquire);
-  assert(made != NULL && layer < session->model->layers);
+  const session_working *working = qkvi_working(session);
+  session_layers *made = working == NULL ? NULL : atomic_load_explicit(&working->made, memory_order_acquire);
+  assert(made != NULL && layer < session->kind->model->layers);
   return &made->at[layer];
 }
 
@@ -117,15 +138,26 @@ static inline void qkvi_session_unlock_info(locked_layer *layer) {
 // With the layer locked: tells its ranges whether their pages stay in memory, as the session wants it now.
 void qkvi_session_keep_ranges(qkv_session *session, uint32_t layer);
 
-// Layers that no other thread has yet: empty, of memory of the arena that has been reserved; once they have their
-// pages each is ended. And frees them.
-session_layers *qkvi_session_new_layers(qkv_session *session);
+// Of memory of the arena that has been reserved, and that no other thread has yet: a working state without codings
+// and layers; its layers, empty, each of which is ended once it has its pages. And frees both.
+session_working *qkvi_session_new_working(qkv_session *session);
+session_layers *qkvi_session_new_layers(qkv_session *session, session_working *working);
 void qkvi_session_end_new_layer(locked_layer *layer);
-void qkvi_session_free_layers(qkv_session *session, session_layers *made);
+void qkvi_session_free_working(qkv_session *session, session_working *working);
+// Bytes of the arena that a working state takes, without layers.
+uint64_t qkvi_session_working_cost(const qkvi_session_kind *kind);
+// Makes it the session's, whose place in the index of prefixes it takes over.
+void qkvi_session_set_working(qkv_session *session, session_working *working);
 // Counts what a folded session takes, by 1 or -1: its bytes on the tier in its account, its pages for all sessions.
 void qkvi_session_count_folded(const qkv_session *session, int sign);
-// Makes the layers of a folded session, with its lock `making`.
+// Makes the working state of a folded session, with its lock of making.
 qkv_status qkvi_session_unfold_locked(qkv_session *session, uint64_t *headroom, qkv_error *error);
+
+// The lock of making layers, and of forks and truncations of the session: one at a time. `try`: false where another
+// thread has it.
+void qkvi_session_lock_making(qkv_session *session);
+bool qkvi_session_try_making(qkv_session *session);
+void qkvi_session_unlock_making(qkv_session *session);
 
 qkv_status qkvi_session_check_layer(const qkv_session *session, uint32_t layer, qkv_error *error);
 // A use of the session.
@@ -135,13 +167,21 @@ void qkvi_session_touch_layer(qkv_session *session, uint32_t layer);
 void qkvi_session_lock_rows(locked_layer *layer);
 void qkvi_session_unlock_rows(locked_layer *layer);
 
-// Codings (session_codings.c): the one for pages to come, which differs where the model's calibration has changed;
-// another coder for a layer that is locked to be written, and whether it is due, by the thread that has the lock of
-// its rows; dropping those that nothing is coded by any more, now or another time; and all.
-const qkv_coding *qkvi_session_current_coding(qkv_session *session);
+// Codings (session_codings.c): how pages of this calibration (NULL: data-free) are coded, and pages to come, which
+// differs where the model's calibration has changed; another coder for a layer that is locked to be written, and
+// whether it is due, by the thread that has the lock of its rows; dropping those that nothing is coded by any more,
+// now or another time; and all.
+const qkv_coding *qkvi_working_coding(const qkvi_session_kind *kind, session_working *working,
+                                      const qkv_calibration *calibration);
+const qkv_coding *qkvi_working_current_coding(const qkvi_session_kind *kind, session_working *working);
 bool qkvi_session_coder_is_old(const qkv_session *session, uint32_t layer);
 void qkvi_session_renew_coder(qkv_session *session, uint32_t layer);
 void qkvi_session_drop_unused(qkv_session *session);
-void qkvi_session_drop_codings(qkv_session *session);
+void qkvi_working_drop_codings(session_working *working);
+// Of a session that is folded: those that its pages are coded by are kept; they are the working state's again; and
+// are given up.
+void qkvi_session_keep_codings(qkv_session *session, const session_working *working);
+void qkvi_session_take_codings(const qkv_session *session, session_working *working);
+void qkvi_session_drop_kept_codings(qkv_session *session);
 
 #endif

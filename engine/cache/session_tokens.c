@@ -334,12 +334,11 @@ uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out) {
   return end;
 }
 
-void qkv_session_tokens_forget(qkv_session_tokens *tokens) {
+void qkv_session_tokens_attach(qkv_session_tokens *tokens, qkv_prefix_holder holder, bool closed) {
   lock(tokens);
-  unref_chunk(tokens->config.arena, tokens->last);
-  tokens->last = NULL;
-  tokens->length = 0;
-  tokens->open = NULL;
+  assert(tokens->holder == 0);
+  tokens->holder = holder;
+  tokens->closed = closed;
   unlock(tokens);
 }
 

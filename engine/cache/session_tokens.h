@@ -88,9 +88,9 @@ uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens);
 uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens);
 // Writes pages and ids; returns the end.
 uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out);
-// Frees them, and gives the open page's memory back. The place in the index stays.
-void qkv_session_tokens_forget(qkv_session_tokens *tokens);
-// The hashes of the first `max` pages that are indexed, also where they are forgotten here. Returns how many.
+// A place in the index for an object that has none; closed: it gets none any more.
+void qkv_session_tokens_attach(qkv_session_tokens *tokens, qkv_prefix_holder holder, bool closed);
+// The hashes of the first `max` pages that are indexed. Returns how many.
 size_t qkv_session_tokens_indexed(qkv_session_tokens *tokens, qkv_prefix_hash *hashes, size_t max);
 // Whether these bytes are those of so many positions.
 bool qkv_session_tokens_are_packed(const uint8_t *bytes, uint64_t count, uint64_t length);

@@ -9,32 +9,20 @@
 
 #include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
+#include "engine/cache/session_table.h"
 
 // Memory for the tables themselves: as everywhere outside the arena, running out of it is the end.
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 
-// A key in one of the tables: TENANT NUL NAME, or NUL SERIAL of a session that is staged, which is no tenant's.
-typedef struct table_key {
-  char text[2 * QKV_NAME_MAX + 1];
-  unsigned bytes;
-} table_key;
-
 typedef struct model_entry {
-  qkv_model model;
-  table_key key;
+  qkv_model model;  // first, so that a model of the store is its entry
+  qkvi_table_key key;
   bool shared;      // with the tenants that have none of its name; of the default tenant's alone
   size_t sessions;  // open
   size_t number;    // from 0, in the order in which they were registered
   UT_hash_handle hh;
 } model_entry;
-
-typedef struct session_entry {
-  qkv_session *session;  // one reference
-  model_entry *model;
-  UT_hash_handle hh;
-  char key[];  // space for that of its name, or of its serial, whichever is longer
-} session_entry;
 
 struct qkv_store {
   qkv_store_config config;
@@ -43,8 +31,8 @@ struct qkv_store {
   qkv_prefix_index *prefixes;
   qkv_recency *recency;
   pthread_rwlock_t lock;
-  model_entry *models;  // in order of name, then tenant
-  session_entry *sessions;
+  model_entry *models;          // in order of name, then tenant
+  qkvi_session_table sessions;  // one reference each
 };
 
 static void lock_to_read(qkv_store *store) {
@@ -80,17 +68,15 @@ void qkv_store_destroy(qkv_store **store) {
   qkv_store *left = *store;
   if (left == NULL) return;
   *store = NULL;
-  // Clearing frees the tables alone; the entries stay linked.
-  session_entry *session = left->sessions, *next_session;
-  HASH_CLEAR(hh, left->sessions);
-  for (; session != NULL; session = next_session) {
-    next_session = session->hh.next;
-    qkv_recency_leave(left->recency, session->session);
-    qkv_session_close_tokens(session->session);
-    qkv_account_close(qkv_session_account(session->session));
-    qkv_session_unref(&session->session);
-    free(session);
+  qkv_session *session;
+  for (size_t place = 0; (session = qkvi_session_table_next(&left->sessions, &place)) != NULL;) {
+    qkv_recency_leave(left->recency, session);
+    qkv_session_close_tokens(session);
+    qkv_account_close(qkv_session_account(session));
+    qkv_session_unref(&session);
   }
+  qkvi_session_table_deinit(&left->sessions);
+  // Clearing frees the table alone; the entries stay linked.
   model_entry *model = left->models, *next_model;
   HASH_CLEAR(hh, left->models);
   for (; model != NULL; model = next_model) {
@@ -126,18 +112,8 @@ qkv_recency *qkv_store_recency(const qkv_store *store) {
 
 // ---- Models ----
 
-static table_key key_of_name(const char *tenant, const char *name) {
-  table_key key;
-  const size_t tenant_bytes = strnlen(tenant, QKV_NAME_MAX), name_bytes = strnlen(name, QKV_NAME_MAX);
-  memcpy(key.text, tenant, tenant_bytes);
-  key.text[tenant_bytes] = '\0';
-  memcpy(key.text + tenant_bytes + 1, name, name_bytes);
-  key.bytes = (unsigned)(tenant_bytes + 1 + name_bytes);
-  return key;
-}
-
 static model_entry *find_model(qkv_store *store, const char *tenant, const char *name) {
-  const table_key key = key_of_name(tenant, name);
+  const qkvi_table_key key = qkvi_key_of_name(tenant, name);
   model_entry *entry;
   HASH_FIND(hh, store->models, key.text, key.bytes, entry);
   return entry;
@@ -203,7 +179,7 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
   }
   entry->model.learner = create_learner(store, &entry->model);
   entry->number = HASH_COUNT(store->models);
-  entry->key = key_of_name(model->tenant, model->name);
+  entry->key = qkvi_key_of_name(model->tenant, model->name);
   HASH_ADD_KEYPTR_INORDER(hh, store->models, entry->key.text, entry->key.bytes, entry, by_name_and_tenant);
   return entry;
 }
@@ -318,12 +294,17 @@ qkv_status qkv_store_own_model(qkv_store *store, const char *tenant, const char 
   return QKV_OK;
 }
 
+static model_entry *entry_of_model(const qkv_session *session) {
+  return (model_entry *)qkv_session_model(session);
+}
+
 // With the lock. Of each model the sessions of one tenant, by its number.
 static size_t *count_sessions(qkv_store *store, const char *tenant) {
   size_t *counts = calloc(HASH_COUNT(store->models) + 1, sizeof *counts);
   assert(counts != NULL);
-  for (const session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
-    if (strcmp(qkv_session_config_of(entry->session)->tenant, tenant) == 0) counts[entry->model->number]++;
+  const qkv_session *session;
+  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
+    if (strcmp(qkv_session_config_of(session)->tenant, tenant) == 0) counts[entry_of_model(session)->number]++;
   }
   return counts;
 }
@@ -342,28 +323,9 @@ void qkv_store_each_model(qkv_store *store, const char *tenant,
 
 // ---- Sessions ----
 
-static table_key key_of_serial(const qkv_session *session) {
-  table_key key = {.text = ""};
-  const uint64_t serial = qkv_session_serial(session);
-  memcpy(key.text + 1, &serial, sizeof serial);
-  key.bytes = 1 + sizeof serial;
-  return key;
-}
-
-static table_key key_of(const qkv_session *session) {
-  const qkv_session_config *config = qkv_session_config_of(session);
-  return qkv_session_is_staged(session) ? key_of_serial(session) : key_of_name(config->tenant, config->name);
-}
-
-static session_entry *find_key(qkv_store *store, const table_key *key) {
-  session_entry *entry;
-  HASH_FIND(hh, store->sessions, key->text, key->bytes, entry);
-  return entry;
-}
-
-static session_entry *find_session(qkv_store *store, const char *tenant, const char *name) {
-  const table_key key = key_of_name(tenant, name);
-  return find_key(store, &key);
+static qkv_session *find_session(const qkv_store *store, const char *tenant, const char *name) {
+  const qkvi_table_key key = qkvi_key_of_name(tenant, name);
+  return qkvi_session_table_find(&store->sessions, &key);
 }
 
 static qkv_status check_session(const qkv_session_config *config, qkv_error *error) {
@@ -382,35 +344,23 @@ static qkv_status check_session(const qkv_session_config *config, qkv_error *err
   return QKV_OK;
 }
 
-static void key_entry(qkv_store *store, session_entry *entry) {
-  const table_key key = key_of(entry->session);
-  memcpy(entry->key, key.text, key.bytes);
-  HASH_ADD_KEYPTR(hh, store->sessions, entry->key, key.bytes, entry);
-}
-
-static void add_session(qkv_store *store, qkv_session *session, model_entry *model) {
-  const qkv_session_config *config = qkv_session_config_of(session);
-  const size_t name_bytes = strlen(config->tenant) + 1 + strlen(config->name), serial_bytes = 1 + sizeof(uint64_t);
-  session_entry *entry = calloc(1, sizeof *entry + (name_bytes > serial_bytes ? name_bytes : serial_bytes));
-  assert(entry != NULL);
-  entry->session = session;
-  entry->model = model;
-  model->sessions++;
-  key_entry(store, entry);
+// The reference is the table's from here on.
+static void add_session(qkv_store *store, qkv_session *session) {
+  entry_of_model(session)->sessions++;
+  qkvi_session_table_add(&store->sessions, session);
   qkv_recency_join(store->recency, session);
 }
 
-// NULL where it has been closed.
-static session_entry *entry_of(qkv_store *store, const qkv_session *session) {
-  const table_key key = key_of(session);
-  session_entry *entry = find_key(store, &key);
-  return entry != NULL && entry->session == session ? entry : NULL;
+// Not where it has been closed, though another one may have its name now.
+static bool is_open(const qkv_store *store, const qkv_session *session) {
+  const qkvi_table_key key = qkvi_key_of_session(session);
+  return qkvi_session_table_find(&store->sessions, &key) == session;
 }
 
 static qkv_status check_place(qkv_store *store, const qkv_session_config *config, qkv_error *error) {
   if (find_session(store, config->tenant, config->name) != NULL)
     return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
-  if (HASH_COUNT(store->sessions) < store->config.sessions_max) return QKV_OK;
+  if (store->sessions.count < store->config.sessions_max) return QKV_OK;
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use", store->config.sessions_max);
 }
 
@@ -432,7 +382,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_
   QKV_TRY(qkv_account_open(account, error));
   const qkv_status status = qkv_session_create(config, &model->model, qkv_account_arena(account), out, error);
   if (status != QKV_OK) qkv_account_close(account);
-  if (status == QKV_OK) add_session(store, qkv_session_ref(*out), model);
+  if (status == QKV_OK) add_session(store, qkv_session_ref(*out));
   return status;
 }
 
@@ -449,18 +399,18 @@ qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, co
 }
 
 qkv_status qkv_store_publish(qkv_store *store, qkv_session *session, qkv_error *error) {
-  const qkv_session_config *config = qkv_session_config_of(session);
+  const char *name = qkv_session_name(session);
   lock_to_write(store);
-  session_entry *entry = entry_of(store, session);
-  const bool taken = find_session(store, config->tenant, config->name) != NULL;
-  if (entry != NULL && !taken) {
-    HASH_DEL(store->sessions, entry);
+  const bool open = is_open(store, session);
+  const bool taken = find_session(store, qkv_session_config_of(session)->tenant, name) != NULL;
+  if (open && !taken) {
+    qkvi_session_table_remove(&store->sessions, session);
     qkv_session_unstage(session);
-    key_entry(store, entry);
+    qkvi_session_table_add(&store->sessions, session);
   }
   unlock(store);
-  if (taken) return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", config->name);
-  return entry != NULL ? QKV_OK : qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", config->name);
+  if (taken) return qkv_fail(error, QKV_ALREADY_EXISTS, "the session %s is open already", name);
+  return open ? QKV_OK : qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", name);
 }
 
 // Forking waits for the parent's layers, so the table is not locked meanwhile.
@@ -473,12 +423,9 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
   if (status == QKV_OK) status = qkv_session_fork(parent, config, positions, out, error);
   if (status != QKV_OK) return status;
   lock_to_write(store);
-  const qkv_model *of = qkv_session_model(parent);
-  model_entry *model = find_model(store, of->tenant, of->name);
-  assert(model != NULL);
   status = check_place(store, config, error);
   if (status == QKV_OK) status = qkv_account_open(qkv_session_account(*out), error);
-  if (status == QKV_OK) add_session(store, qkv_session_ref(*out), model);
+  if (status == QKV_OK) add_session(store, qkv_session_ref(*out));
   unlock(store);
   if (status == QKV_OK) return QKV_OK;
   qkv_session_close_tokens(*out);
@@ -489,17 +436,17 @@ qkv_status qkv_store_fork(qkv_store *store, qkv_session *parent, const qkv_sessi
 qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *name, qkv_session **out,
                              qkv_error *error) {
   lock_to_read(store);
-  session_entry *entry = find_session(store, tenant, name);
-  if (entry != NULL) *out = qkv_session_ref(entry->session);
+  qkv_session *found = find_session(store, tenant, name);
+  if (found != NULL) *out = qkv_session_ref(found);
   unlock(store);
-  return entry != NULL ? QKV_OK : not_found("session", tenant, name, error);
+  return found != NULL ? QKV_OK : not_found("session", tenant, name, error);
 }
 
 void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out) {
   lock_to_read(store);
   for (size_t i = 0; i < count; i++) {
-    const session_entry *entry = find_session(store, tenant, names[i]);
-    out[i] = entry == NULL ? NULL : qkv_session_ref(entry->session);
+    qkv_session *found = find_session(store, tenant, names[i]);
+    out[i] = found == NULL ? NULL : qkv_session_ref(found);
   }
   unlock(store);
 }
@@ -507,8 +454,9 @@ void qkv_store_find(qkv_store *store, const char *tenant, const char *const *nam
 size_t qkv_store_backed(qkv_store *store, qkv_session **out, size_t max) {
   size_t count = 0;
   lock_to_read(store);
-  for (const session_entry *entry = store->sessions; entry != NULL && count < max; entry = entry->hh.next) {
-    if (qkv_session_config_of(entry->session)->backing != NULL) out[count++] = qkv_session_ref(entry->session);
+  qkv_session *session;
+  for (size_t place = 0; count < max && (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
+    if (qkv_session_config_of(session)->backing != NULL) out[count++] = qkv_session_ref(session);
   }
   unlock(store);
   return count;
@@ -517,35 +465,35 @@ size_t qkv_store_backed(qkv_store *store, qkv_session **out, size_t max) {
 uint64_t qkv_store_staying(qkv_store *store) {
   uint64_t bytes = 0;
   lock_to_read(store);
-  for (const session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
-    if (qkv_session_config_of(entry->session)->backing == NULL || qkv_session_is_pinned(entry->session))
-      bytes += qkv_session_bytes_kept(entry->session);
+  const qkv_session *session;
+  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
+    if (qkv_session_config_of(session)->backing == NULL || qkv_session_is_pinned(session))
+      bytes += qkv_session_bytes_kept(session);
   }
   unlock(store);
   return bytes;
 }
 
-// Takes the entry, which has been found, out of the table and gives the lock back.
-static qkv_status close_entry(qkv_store *store, session_entry *entry, uint64_t *bytes_freed) {
-  HASH_DEL(store->sessions, entry);
-  entry->model->sessions--;
-  qkv_account_close(qkv_session_account(entry->session));
-  qkv_recency_leave(store->recency, entry->session);
+// Takes the session, which has been found, out of the table and gives the lock back.
+static qkv_status close_found(qkv_store *store, qkv_session *session, uint64_t *bytes_freed) {
+  qkvi_session_table_remove(&store->sessions, session);
+  entry_of_model(session)->sessions--;
+  qkv_account_close(qkv_session_account(session));
+  qkv_recency_leave(store->recency, session);
   unlock(store);
   qkv_session_info info;
-  qkv_session_close_tokens(entry->session);
-  qkv_session_read_info(entry->session, &info, NULL);
+  qkv_session_close_tokens(session);
+  qkv_session_read_info(session, &info, NULL);
   *bytes_freed = info.usage.bytes_coded + info.usage.bytes_exact + info.usage.bytes_overhead;
-  qkv_session_unref(&entry->session);
-  free(entry);
+  qkv_session_unref(&session);
   return QKV_OK;
 }
 
 qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *name, uint64_t *bytes_freed,
                            qkv_error *error) {
   lock_to_write(store);
-  session_entry *entry = find_session(store, tenant, name);
-  if (entry != NULL) return close_entry(store, entry, bytes_freed);
+  qkv_session *found = find_session(store, tenant, name);
+  if (found != NULL) return close_found(store, found, bytes_freed);
   unlock(store);
   return not_found("session", tenant, name, error);
 }
@@ -553,77 +501,69 @@ qkv_status qkv_store_close(qkv_store *store, const char *tenant, const char *nam
 qkv_status qkv_store_close_session(qkv_store *store, const qkv_session *session, uint64_t *bytes_freed,
                                    qkv_error *error) {
   lock_to_write(store);
-  session_entry *entry = entry_of(store, session);
-  if (entry != NULL) return close_entry(store, entry, bytes_freed);
+  if (is_open(store, session)) return close_found(store, (qkv_session *)session, bytes_freed);
   unlock(store);
-  const qkv_session_config *config = qkv_session_config_of(session);
-  return not_found("session", config->tenant, config->name, error);
+  return not_found("session", qkv_session_config_of(session)->tenant, qkv_session_name(session), error);
 }
 
 // References come from the table, the index of prefixes, the order of use, and other references.
 bool qkv_store_fold(qkv_store *store, qkv_session *session) {
   enum { REFERENCES = 2 };  // the table's and the caller's
-  session_layers *layers = NULL;
+  session_working *working = NULL;
   if (!qkv_session_may_fold(session)) return false;
   lock_to_write(store);
   qkv_prefix_index_lock(store->prefixes);
   qkv_recency_lock(store->recency);
-  const bool begun = entry_of(store, session) != NULL && qkvi_session_fold_begin(session, REFERENCES, &layers);
+  const bool begun = is_open(store, session) && qkvi_session_fold_begin(session, REFERENCES, &working);
   qkv_recency_unlock(store->recency);
   qkv_prefix_index_unlock(store->prefixes);
   unlock(store);
-  return begun && qkvi_session_fold_end(session, layers);
+  return begun && qkvi_session_fold_end(session, working);
 }
 
-typedef struct listed {
-  qkv_session *session;
-  const qkv_session_config *config;
-} listed;
+static const char *tenant_of(const qkv_session *session) {
+  return qkv_session_config_of(session)->tenant;
+}
 
 static int by_name(const void *a, const void *b) {
-  const qkv_session_config *first = ((const listed *)a)->config, *second = ((const listed *)b)->config;
-  const int order = strcmp(first->name, second->name);
-  return order != 0 ? order : strcmp(first->tenant, second->tenant);
-}
-
-static bool is_behind(const qkv_session_config *config, const qkv_store_place *after) {
-  const int order = strcmp(config->name, after->name);
-  if (order != 0 || after->tenant[0] == '\0') return order > 0;
-  return strcmp(config->tenant, after->tenant) > 0;
-}
-
-static bool is_listed(const qkv_session_config *config, const qkv_store_filter *filter) {
-  if (filter->tenant != NULL && strcmp(config->tenant, filter->tenant) != 0) return false;
-  if (filter->prefix != NULL && strncmp(config->name, filter->prefix, strlen(filter->prefix)) != 0) return false;
-  return filter->after == NULL || is_behind(config, filter->after);
+  const qkv_session *first = *(qkv_session *const *)a, *second = *(qkv_session *const *)b;
+  const int order = strcmp(qkv_session_name(first), qkv_session_name(second));
+  return order != 0 ? order : strcmp(tenant_of(first), tenant_of(second));
 }
 
 bool qkv_store_is_behind(const qkv_session *session, const qkv_store_place *after) {
-  return is_behind(qkv_session_config_of(session), after);
+  const int order = strcmp(qkv_session_name(session), after->name);
+  if (order != 0 || after->tenant[0] == '\0') return order > 0;
+  return strcmp(tenant_of(session), after->tenant) > 0;
+}
+
+static bool is_listed(const qkv_session *session, const qkv_store_filter *filter) {
+  const char *name = qkv_session_name(session);
+  if (filter->tenant != NULL && strcmp(tenant_of(session), filter->tenant) != 0) return false;
+  if (filter->prefix != NULL && strncmp(name, filter->prefix, strlen(filter->prefix)) != 0) return false;
+  return filter->after == NULL || qkv_store_is_behind(session, filter->after);
 }
 
 size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_session **out, size_t max) {
   size_t count = 0;
   lock_to_read(store);
-  listed *found = calloc(HASH_COUNT(store->sessions) + 1, sizeof *found);
+  qkv_session **found = (qkv_session **)calloc(store->sessions.count + 1, sizeof *found), *session;
   assert(found != NULL);
-  for (session_entry *entry = store->sessions; entry != NULL; entry = entry->hh.next) {
-    const qkv_session_config *config = qkv_session_config_of(entry->session);
-    if (is_listed(config, filter)) found[count++] = (listed){.session = entry->session, .config = config};
+  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
+    if (is_listed(session, filter)) found[count++] = session;
   }
-  qsort(found, count, sizeof *found, by_name);
+  qsort((void *)found, count, sizeof *found, by_name);
   if (count > max) count = max;
-  for (size_t i = 0; i < count; i++) out[i] = qkv_session_ref(found[i].session);
+  for (size_t i = 0; i < count; i++) out[i] = qkv_session_ref(found[i]);
   unlock(store);
-  free(found);
+  free((void *)found);
   return count;
 }
 
 qkv_store_place qkv_store_place_of(const qkv_session *session) {
-  const qkv_session_config *config = qkv_session_config_of(session);
   qkv_store_place place;
-  (void)snprintf(place.name, sizeof place.name, "%s", config->name);
-  (void)snprintf(place.tenant, sizeof place.tenant, "%s", config->tenant);
+  (void)snprintf(place.name, sizeof place.name, "%s", qkv_session_name(session));
+  (void)snprintf(place.tenant, sizeof place.tenant, "%s", tenant_of(session));
   return place;
 }
 
@@ -652,7 +592,7 @@ size_t qkv_store_match(qkv_store *store, const qkv_prefix_hash *root, const uint
 
 qkv_store_stats qkv_store_read_stats(qkv_store *store) {
   lock_to_read(store);
-  qkv_store_stats stats = {.models = HASH_COUNT(store->models), .sessions = HASH_COUNT(store->sessions)};
+  qkv_store_stats stats = {.models = HASH_COUNT(store->models), .sessions = store->sessions.count};
   for (model_entry *entry = store->models; entry != NULL; entry = entry->hh.next) {
     if (entry->model.learner != NULL) stats.learning_bytes += qkv_learner_read(entry->model.learner).bytes;
   }

@@ -17,7 +17,7 @@ qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_sessio
                       qkv_session_name(session));
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
   }
-  if (!qkvi_write_back_lost_truncation(residency, qkv_session_config_of(session)->id)) return QKV_OK;
+  if (!qkvi_write_back_lost_truncation(residency, qkv_session_id(session))) return QKV_OK;
   return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the disk did not take the truncation, close the session",
                   qkv_session_name(session));
 }
@@ -55,8 +55,7 @@ static qkv_status await_durable(qkvi_residency *residency, const qkv_rpc_call *c
   uint64_t seen = qkvi_progress_count(residency);
   while (!is_durable(residency, session, ends)) {
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-    const qkv_status failure =
-        tier == NULL ? QKV_OK : tier->health(tier->context, qkv_session_config_of(session)->id);
+    const qkv_status failure = tier == NULL ? QKV_OK : tier->health(tier->context, qkv_session_id(session));
     if (is_over_quota(session) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE,
                       "session %s: the rows are held, but not durable: quota ssd_bytes of tenant %s is full",

@@ -226,7 +226,7 @@ static uint64_t *all_limits(const qkvi_catalogue_fork *fork, uint32_t layers) {
 qkv_status qkvi_catalogue_fork_begin(qkvi_residency *residency, qkv_session *parent, const qkv_session_config *config,
                                      const uint64_t *positions, qkvi_catalogue_fork *fork, qkv_error *error) {
   const qkv_model *model = qkv_session_model(parent);
-  const uint64_t number = qkv_session_config_of(parent)->id;
+  const uint64_t number = qkv_session_id(parent);
   *fork = (qkvi_catalogue_fork){.residency = residency, .child = config->id, .positions = positions};
   fork->ids = qkv_session_tokens_length(qkv_session_tokens_of(parent));
   if (config->backing == NULL) return QKV_OK;
@@ -279,8 +279,8 @@ qkv_status qkvi_catalogue_fork_done(qkvi_catalogue_fork *fork, qkv_session *chil
 
 bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *session) {
   qkv_session *named = NULL;
-  const qkv_session_config *config = qkv_session_config_of(session);
-  if (qkv_store_session(residency->store, config->tenant, config->name, &named, NULL) != QKV_OK) return false;
+  const char *tenant = qkv_session_config_of(session)->tenant;
+  if (qkv_store_session(residency->store, tenant, qkv_session_name(session), &named, NULL) != QKV_OK) return false;
   const bool same = named == session;
   qkv_session_unref(&named);
   return same;
@@ -332,16 +332,15 @@ qkv_status qkvi_catalogue_enlist(qkvi_residency *residency, qkv_session_config *
 }
 
 qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session, qkv_error *error) {
-  const qkv_session_config *config = qkv_session_config_of(session);
   qkvi_journal_wait wait = {.residency = residency};
-  if (config->backing == NULL) return QKV_OK;
+  if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
   qkv_session_detach(session);  // threads that still have it put nothing behind its end
-  qkv_storage_session_close(residency->storage, config->id, qkvi_catalogue_on_journal, &wait);
+  qkv_storage_session_close(residency->storage, qkv_session_id(session), qkvi_catalogue_on_journal, &wait);
   return qkvi_catalogue_finish_wait(&wait, error);
 }
 
 void qkvi_catalogue_drop(qkvi_residency *residency, qkv_session *session) {
   if (residency == NULL || qkv_session_config_of(session)->backing == NULL) return;
   qkv_session_detach(session);
-  qkv_storage_session_close(residency->storage, qkv_session_config_of(session)->id, NULL, NULL);
+  qkv_storage_session_close(residency->storage, qkv_session_id(session), NULL, NULL);
 }

@@ -91,17 +91,16 @@ uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool
 // ---- From the disk ----
 
 void qkvi_eviction_expel_one(qkvi_residency *residency, qkv_session *session, const char *reason) {
-  const qkv_session_config *config = qkv_session_config_of(session);
+  const char *name = qkv_session_name(session), *tenant = qkvi_tenant_to_log(qkv_session_config_of(session)->tenant);
   const uint64_t bytes = qkv_session_bytes_stored(session);
   qkv_error error = {0};
   uint64_t freed;
   if (qkv_store_close_session(residency->store, session, &freed, NULL) != QKV_OK) return;  // by another one
   if (qkvi_catalogue_closed(residency, session, &error) != QKV_OK)
-    qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session", config->name,
-            "tenant", qkvi_tenant_to_log(config->tenant), "reason", error.text);
+    qkv_log(QKV_LOG_ERROR, "a session that was deleted may come back", "{s:s, s:s*, s:s}", "session", name, "tenant",
+            tenant, "reason", error.text);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EXPELLED], 1);
-  qkv_log(QKV_LOG_WARN, reason, "{s:s, s:s*, s:I}", "session", config->name, "tenant",
-          qkvi_tenant_to_log(config->tenant), "bytes", (json_int_t)bytes);
+  qkv_log(QKV_LOG_WARN, reason, "{s:s, s:s*, s:I}", "session", name, "tenant", tenant, "bytes", (json_int_t)bytes);
 }
 
 bool qkvi_eviction_may_expel(const qkv_session *session) {

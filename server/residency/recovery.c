@@ -177,7 +177,8 @@ static void close_former(recovery *all, const qkv_session_config *config) {
   qkv_session *former = NULL;
   uint64_t freed;
   if (qkv_store_session(all->residency->store, config->tenant, config->name, &former, NULL) != QKV_OK) return;
-  HASH_FIND(hh, all->sessions, &qkv_session_config_of(former)->id, sizeof found->number, found);
+  const uint64_t number = qkv_session_id(former);
+  HASH_FIND(hh, all->sessions, &number, sizeof found->number, found);
   assert(found != NULL && found->session == former && !found->closed);
   (void)qkv_store_close_session(all->residency->store, former, &freed, NULL);
   found->closed = true;

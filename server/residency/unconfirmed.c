@@ -22,8 +22,7 @@ static qkvi_unconfirmed *find_unconfirmed(qkvi_residency *residency, uint64_t se
 }
 
 bool qkvi_catalogue_is_unconfirmed(qkvi_residency *residency, const qkv_session *session) {
-  return residency != NULL && residency->unread &&
-         find_unconfirmed(residency, qkv_session_config_of(session)->id) != NULL;
+  return residency != NULL && residency->unread && find_unconfirmed(residency, qkv_session_id(session)) != NULL;
 }
 
 static qkv_status tie(qkvi_residency *residency, qkv_session *session, qkvi_unconfirmed *unconfirmed,
@@ -46,7 +45,7 @@ static qkv_status tie(qkvi_residency *residency, qkv_session *session, qkvi_unco
 
 qkv_status qkvi_catalogue_tie(qkvi_residency *residency, qkv_session *session, qkv_error *error) {
   (void)pthread_mutex_lock(&residency->unconfirmed_lock);
-  qkvi_unconfirmed *unconfirmed = find_unconfirmed(residency, qkv_session_config_of(session)->id);
+  qkvi_unconfirmed *unconfirmed = find_unconfirmed(residency, qkv_session_id(session));
   const qkv_status status = unconfirmed == NULL ? QKV_OK : tie(residency, session, unconfirmed, error);
   (void)pthread_mutex_unlock(&residency->unconfirmed_lock);
   return status;

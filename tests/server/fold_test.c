@@ -150,7 +150,7 @@ static void test_a_record_that_is_lost(void **unused) {
     qkvi_waits waits = QKVI_WAIT_DISK;
     qkv_session *session = find_session(&s, names[i]);
     qkvi_journal_wait unpacked = {.residency = s.residency};
-    qkv_storage_session_unpack(s.residency->storage, session->config.id, qkvi_catalogue_on_journal, &unpacked);
+    qkv_storage_session_unpack(s.residency->storage, session->id, qkvi_catalogue_on_journal, &unpacked);
     assert_int_equal(qkvi_catalogue_finish_wait(&unpacked, NULL), QKV_OK);
     qkv_storage_drop(s.residency->storage, atomic_load(&session->fold.record));
     const qkv_status status = qkvi_unfold(s.residency, NULL, session, &waits, &error);

@@ -375,7 +375,7 @@ static void test_closing_while_the_disk_fails(void **unused) {
     assert_true(i < 60);
     snprintf(name, sizeof name, "a%d", i);
     session = open_session(&s, name, QKV_DURABILITY_ASYNC);
-    id = qkv_session_config_of(session)->id;
+    id = qkv_session_id(session);
     assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
     assert_int_equal(await_pending(s.residency, id, QKV_RECORD_WRITTEN), 0);
     atomic_store(&failing, true);

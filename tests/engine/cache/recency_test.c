@@ -35,6 +35,7 @@ static void setup(scene *s, bool evictable) {
                                        .durability = QKV_DURABILITY_ASYNC,
                                        .backing = &s->backing.backing,
                                        .evictable = evictable,
+                                       .recency = s->recency,  // as the store does
                                        .id = i + 1};
     assert_int_equal(qkv_session_create(&config, &s->model, s->arena, &s->sessions[i], NULL), QKV_OK);
     atomic_store(&s->sessions[i]->last_used_ms, ++s->clock);
@@ -63,7 +64,7 @@ static void leave(scene *s, size_t i) {
 }
 
 static void give(const scene *s, size_t i, uint64_t bytes) {
-  atomic_store(&s->sessions[i]->bytes_coded, bytes);
+  atomic_store(&qkvi_working(s->sessions[i])->bytes_coded, bytes);
   qkv_recency_note(s->recency, QKV_RECENCY_CODED, s->sessions[i]);
 }
 
@@ -71,7 +72,7 @@ static void give(const scene *s, size_t i, uint64_t bytes) {
 static qkv_session *expected(const scene *s, const bool *passed) {
   qkv_session *best = NULL;
   for (size_t i = 0; i < SESSIONS; i++) {
-    if (!s->joined[i] || passed[i] || atomic_load(&s->sessions[i]->bytes_coded) == 0) continue;
+    if (!s->joined[i] || passed[i] || atomic_load(&qkvi_working(s->sessions[i])->bytes_coded) == 0) continue;
     if (best == NULL || qkv_session_last_used_ms(s->sessions[i]) < qkv_session_last_used_ms(best))
       best = s->sessions[i];
   }
@@ -79,7 +80,7 @@ static qkv_session *expected(const scene *s, const bool *passed) {
 }
 
 static size_t number_of(const qkv_session *session) {
-  return (size_t)qkv_session_config_of(session)->id - 1;
+  return (size_t)qkv_session_id(session) - 1;
 }
 
 static void make_pass(scene *s, uint64_t *seed) {
@@ -95,7 +96,7 @@ static void make_pass(scene *s, uint64_t *seed) {
     assert_false(passed[number]);
     passed[number] = true;
     assert_ptr_equal(next, wanted);
-    if (random_below(seed, 3) == 0) atomic_store(&next->bytes_coded, 0);
+    if (random_below(seed, 3) == 0) atomic_store(&qkvi_working(next)->bytes_coded, 0);
     qkv_session_unref(&next);
     // Meanwhile another one is used, comes or goes.
     const size_t other = (size_t)random_below(seed, SESSIONS);
@@ -160,7 +161,6 @@ static void test_the_first_to_expire_comes_first(void **unused) {
   scene s;
   setup(&s, false);
   for (size_t i = 0; i < 4; i++) {
-    s.sessions[i]->config.recency = s.recency;  // as the store does
     join(&s, i);
     if (i < 3) qkv_session_set_ttl(s.sessions[i], 3000 - 1000 * i);
   }
@@ -190,12 +190,11 @@ static void test_tiers_are_looked_at_in_turn(void **unused) {
   scene s;
   setup(&s, false);
   for (size_t i = 0; i < 4; i++) {
-    s.sessions[i]->config.recency = s.recency;
-    s.sessions[i]->tiers.aimed = i < 3;
+    qkvi_working(s.sessions[i])->tiers.aimed = i < 3;
     join(&s, i);
     atomic_store(&s.sessions[i]->last_used_ms, (int64_t)(100 + i));
-    atomic_store(&s.sessions[i]->tiers.looked_ms, (int64_t)(10 - i));
-    atomic_store(&s.sessions[i]->bytes_coded, 1);
+    atomic_store(&qkvi_working(s.sessions[i])->tiers.looked_ms, (int64_t)(10 - i));
+    atomic_store(&qkvi_working(s.sessions[i])->bytes_coded, 1);
     qkv_recency_note(s.recency, QKV_RECENCY_AIMED, s.sessions[i]);
     qkv_recency_note(s.recency, QKV_RECENCY_DEMOTABLE, s.sessions[i]);
   }
@@ -208,7 +207,7 @@ static void test_tiers_are_looked_at_in_turn(void **unused) {
   qkv_session_tiers_lowest(s.sessions[3], 103);
   expect_order(&s, QKV_RECENCY_AIMED, (size_t[]){1, 2}, 2);
   expect_order(&s, QKV_RECENCY_DEMOTABLE, (size_t[]){0, 1, 2}, 3);
-  atomic_store(&s.sessions[0]->tiers.looked_ms, 1);
+  atomic_store(&qkvi_working(s.sessions[0])->tiers.looked_ms, 1);
   qkv_session_touch(s.sessions[0]);
   qkv_session_touch(s.sessions[3]);
   expect_order(&s, QKV_RECENCY_AIMED, (size_t[]){0, 1, 2}, 3);
@@ -226,14 +225,14 @@ static void test_the_empty_are_not_looked_at(void **unused) {
     give(&s, i, 10);
   }
   assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), SESSIONS);
-  for (size_t i = 1; i < SESSIONS; i++) atomic_store(&s.sessions[i]->bytes_coded, 0);
+  for (size_t i = 1; i < SESSIONS; i++) atomic_store(&qkvi_working(s.sessions[i])->bytes_coded, 0);
   assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), 1);
   give(&s, 7, 1);
   assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), 2);
   atomic_store(&s.sessions[7]->pinned, true);
   assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), 1);
   // Shared pages may come back by another session.
-  atomic_store(&s.sessions[8]->shares, true);
+  atomic_store(&qkvi_working(s.sessions[8])->shares, true);
   qkv_recency_note(s.recency, QKV_RECENCY_CODED, s.sessions[8]);
   for (int i = 0; i < 3; i++) assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), 2);
   assert_int_equal(count_pass(&s, QKV_RECENCY_KEPT), SESSIONS);
@@ -252,7 +251,7 @@ static void test_what_is_given_up(void **unused) {
   scene s;
   setup(&s, false);
   join(&s, 0);
-  atomic_store(&s.sessions[0]->bytes_exact, 100);
+  atomic_store(&qkvi_working(s.sessions[0])->bytes_exact, 100);
   qkv_recency_note(s.recency, QKV_RECENCY_EXACT, s.sessions[0]);
   for (uint64_t bytes = 99; bytes <= 100; bytes++) {
     qkv_recency_begin(s.recency, QKV_RECENCY_EXACT);
@@ -263,7 +262,7 @@ static void test_what_is_given_up(void **unused) {
     qkv_recency_end(s.recency, QKV_RECENCY_EXACT);
   }
   assert_int_equal(count_pass(&s, QKV_RECENCY_EXACT), 0);
-  atomic_store(&s.sessions[0]->bytes_exact, 101);
+  atomic_store(&qkvi_working(s.sessions[0])->bytes_exact, 101);
   qkv_recency_note(s.recency, QKV_RECENCY_EXACT, s.sessions[0]);
   assert_int_equal(count_pass(&s, QKV_RECENCY_EXACT), 1);
   teardown(&s);
@@ -295,7 +294,7 @@ static void *take_on(void *context) {
     for (int looks = 0; looks < 5; looks++) {
       qkv_session *next = qkv_recency_next(on->s->recency, QKV_RECENCY_CODED);
       if (next == NULL) break;
-      atomic_store(&next->bytes_coded, 0);
+      atomic_store(&qkvi_working(next)->bytes_coded, 0);
       qkv_session_unref(&next);
     }
     qkv_recency_end(on->s->recency, QKV_RECENCY_CODED);
@@ -327,7 +326,7 @@ static void test_nothing_is_lost(void **unused) {
   }
   for (size_t i = 0; i < 2 * THREADS + 1; i++) assert_int_equal(pthread_join(on[i].thread, NULL), 0);
   size_t left = 0;
-  for (size_t i = 0; i < SESSIONS; i++) left += atomic_load(&s.sessions[i]->bytes_coded) > 0;
+  for (size_t i = 0; i < SESSIONS; i++) left += atomic_load(&qkvi_working(s.sessions[i])->bytes_coded) > 0;
   assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), left);
   teardown(&s);
 }

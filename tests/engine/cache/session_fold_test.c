@@ -2,6 +2,7 @@
 
 #include <stdatomic.h>
 
+#include "engine/cache/session_retier.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 #include "engine/cache/store.h"
@@ -20,11 +21,16 @@ typedef struct scene {
 
 // ---- A tier that keeps the record of one folded session ----
 
+// What another thread would do while the record is being written; NULL: nothing.
+static void (*while_folding)(scene *s);
+static scene *while_folded;
+
 static uint64_t put_fold(void *context, uint64_t session, const void *bytes, uint64_t count,
                          const _Atomic bool *stop) {
   backing_double *made = context;
   double_record *record = &made->records[FOLDED];
   (void)stop;
+  if (while_folding != NULL) while_folding(while_folded);
   if (made->failed) return 0;
   free(record->page);
   *record = (double_record){
@@ -137,7 +143,9 @@ static void test_what_it_has_comes_back(void **unused) {
   const uint64_t ssd = ssd_bytes(&s), used = qkv_arena_read(qkv_store_arena(s.store)).bytes_used;
   assert_true(qkv_store_fold(s.store, s.session));
   assert_true(qkv_session_is_folded(s.session));
-  assert_true(qkv_arena_read(qkv_store_arena(s.store)).bytes_used < 1024);
+  // All that it takes of the arena is its name and less than 200 bytes.
+  assert_true(qkv_arena_read(qkv_store_arena(s.store)).bytes_used <= 192);
+  assert_int_equal(qkv_session_fixed_bytes(s.session), qkv_arena_read(qkv_store_arena(s.store)).bytes_used);
   assert_true(sums(&s).folded == 1 && sums(&s).folded_pages == before_count);
   assert_int_equal(ssd_bytes(&s), ssd);
   assert_int_equal(qkv_session_length(s.session), TOKENS);
@@ -147,7 +155,7 @@ static void test_what_it_has_comes_back(void **unused) {
   // Its place in the index of prefixes.
   qkv_session *found = NULL;
   uint64_t pages;
-  const qkv_prefix_hash root = qkv_session_config_of(s.session)->root;
+  const qkv_prefix_hash root = *qkv_session_root(s.session);
   assert_int_equal(qkv_store_match(s.store, &root, s.ids, TOKENS, &found, &pages, 1), 1);
   assert_true(found == s.session && pages == TOKENS / QKV_PREFIX_PAGE);
   qkv_session_unref(&found);
@@ -274,6 +282,92 @@ static void test_records_that_are_wrong(void **unused) {
   teardown(&s);
 }
 
+// Another thread has a reference by now, and no layers are needed for any of this.
+static void use_it(scene *s) {
+  uint64_t durable[LAYERS], lengths[LAYERS], pages;
+  qkv_session *named = NULL, *found = NULL;
+  qkv_session_info info;
+  qkv_prefix_hash hashes[8];
+  assert_int_equal(qkv_store_session(s->store, "default", "a", &named, NULL), QKV_OK);
+  assert_ptr_equal(named, s->session);
+  qkv_session_touch(named);
+  qkv_session_set_ttl(named, 1 << 20);
+  qkv_session_read_info(named, &info, lengths);
+  qkv_session_read_durable(named, durable);
+  for (uint32_t i = 0; i < LAYERS; i++) assert_true(lengths[i] == TOKENS && durable[i] == TOKENS);
+  assert_true(info.usage.tokens_cold == LAYERS * TOKENS && info.usage.bytes_stored == ssd_bytes(s));
+  assert_true(info.config.ttl_ms == 1 << 20 && info.config.id == 77);
+  assert_string_equal(info.config.name, "a");
+  assert_int_equal(qkv_store_match(s->store, qkv_session_root(named), s->ids, TOKENS, &found, &pages, 1), 1);
+  assert_int_equal(pages, TOKENS / QKV_PREFIX_PAGE);
+  qkv_session_unref(&found);
+  assert_int_equal(qkv_session_indexed_hashes(named, hashes, 8), TOKENS / QKV_PREFIX_PAGE);
+  assert_int_equal(qkv_session_evict(named, UINT64_MAX, true), 0);
+  assert_true(qkv_session_settle(named));
+  qkv_session_tiers_looked(named);
+  assert_int_equal(qkv_session_calibrations(named, 0, &(const qkv_calibration *){NULL}, 1), 0);
+  qkv_session_unref(&named);
+}
+
+// Folded or not: it has the use's time to live, and expires by it.
+static void test_uses_while_it_is_folded(void **unused) {
+  (void)unused;
+  scene s;
+  for (int refused = 0; refused <= 1; refused++) {
+    setup(&s);
+    sink(&s);
+    s.backing.failed = refused == 1;
+    while_folding = use_it;
+    while_folded = &s;
+    assert_int_equal(qkv_store_fold(s.store, s.session), !refused);
+    while_folding = NULL;
+    use_it(&s);
+    qkv_recency *recency = qkv_store_recency(s.store);
+    qkv_recency_begin(recency, QKV_RECENCY_EXPIRING);
+    qkv_session *next = qkv_recency_next(recency, QKV_RECENCY_EXPIRING);
+    assert_ptr_equal(next, s.session);
+    qkv_session_unref(&next);
+    qkv_recency_end(recency, QKV_RECENCY_EXPIRING);
+    qkv_recency_begin(recency, QKV_RECENCY_SUNK);
+    next = qkv_recency_next(recency, QKV_RECENCY_SUNK);
+    assert_ptr_equal(next, refused ? s.session : NULL);  // it is tried again
+    qkv_session_unref(&next);
+    qkv_recency_end(recency, QKV_RECENCY_SUNK);
+    assert_int_equal(qkv_session_is_folded(s.session), !refused);
+    teardown(&s);
+  }
+}
+
+static void close_it(scene *s) {
+  uint64_t freed;
+  assert_int_equal(qkv_store_close(s->store, "default", "a", &freed, NULL), QKV_OK);
+}
+
+// It is not matched any more, folded or not, nor after its layers were made again.
+static void test_a_close_while_it_is_folded(void **unused) {
+  (void)unused;
+  scene s;
+  for (int refused = 0; refused <= 1; refused++) {
+    setup(&s);
+    sink(&s);
+    s.backing.failed = refused == 1;
+    while_folding = close_it;
+    while_folded = &s;
+    assert_int_equal(qkv_store_fold(s.store, s.session), !refused);
+    while_folding = NULL;
+    qkv_session *found = NULL;
+    uint64_t pages;
+    const qkv_prefix_hash root = *qkv_session_root(s.session);
+    for (int unfolded = 0; unfolded <= 1; unfolded++) {
+      assert_int_equal(qkv_store_match(s.store, &root, s.ids, TOKENS, &found, &pages, 1), 0);
+      assert_int_equal(qkv_prefix_index_read(qkv_store_prefixes(s.store)).holders, 0);
+      assert_int_equal(qkv_session_unfold(s.session, NULL, NULL), QKV_OK);
+    }
+    assert_int_equal(qkv_session_tokens_length(qkv_session_tokens_of(s.session)), TOKENS);
+    teardown(&s);
+  }
+}
+
 static void test_no_memory_for_the_layers(void **unused) {
   (void)unused;
   scene s;
@@ -299,6 +393,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_what_it_has_comes_back),   cmocka_unit_test(test_short_pages),
       cmocka_unit_test(test_when_it_is_not_folded),    cmocka_unit_test(test_records_that_are_wrong),
+      cmocka_unit_test(test_uses_while_it_is_folded),  cmocka_unit_test(test_a_close_while_it_is_folded),
       cmocka_unit_test(test_no_memory_for_the_layers),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,106 @@
+#include "engine/cache/session_kind.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <xxhash.h>
+
+typedef struct entry {
+  qkvi_session_kind kind;  // first, so that a kind is its entry
+  uint64_t references;
+  struct entry *next;
+  char tenant[];
+} entry;
+
+enum { CHAINS = 1024 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static entry *chains[CHAINS];
+static size_t count;
+
+static const char *text_of(const char *text) {
+  return text == NULL ? "" : text;
+}
+
+// What kinds mostly differ by.
+static entry **chain_of(const qkv_session_config *config, const qkv_model *model, const qkv_arena *arena) {
+  const struct {
+    const void *model, *arena, *codec, *codec_v;
+    double bits_k, bits_v, tier_bits, max_attention_error;
+  } key = {.model = model,
+           .arena = arena,
+           .codec = config->policy.codec,
+           .codec_v = config->policy.codec_v,
+           .bits_k = config->policy.bits_k,
+           .bits_v = config->policy.bits_v,
+           .tier_bits = config->tier_bits,
+           .max_attention_error = config->max_attention_error};
+  return &chains[XXH3_64bits(&key, sizeof key) % CHAINS];
+}
+
+static bool config_equal(const qkv_session_config *a, const qkv_session_config *b) {
+  return strcmp(text_of(a->tenant), text_of(b->tenant)) == 0 && a->purpose == b->purpose &&
+         qkv_policy_equal(&a->policy, &b->policy) && a->first_position == b->first_position &&
+         a->ema.alpha == b->ema.alpha && a->ema.sample_every == b->ema.sample_every && a->keep_full == b->keep_full &&
+         a->max_attention_error == b->max_attention_error && a->tier_bits == b->tier_bits &&
+         a->durability == b->durability && a->backing == b->backing && a->evictable == b->evictable &&
+         a->retier_all == b->retier_all && a->pool == b->pool && a->device == b->device &&
+         a->prefixes == b->prefixes && a->recency == b->recency;
+}
+
+static entry *create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena) {
+  const size_t tenant_bytes = strlen(text_of(config->tenant)) + 1;
+  entry *made = malloc(sizeof *made + tenant_bytes);
+  if (made == NULL) abort();
+  *made = (entry){.kind = {.config = *config, .model = model, .arena = arena}};
+  qkv_session_config *own = &made->kind.config;
+  own->tenant = memcpy(made->tenant, text_of(config->tenant), tenant_bytes);
+  own->name = NULL;
+  own->id = own->ttl_ms = own->whole = own->parent_truncations = 0;
+  own->pinned = own->staged = false;
+  own->root = (qkv_prefix_hash){0};
+  own->headroom = NULL;
+  return made;
+}
+
+const qkvi_session_kind *qkvi_session_kind_get(const qkv_session_config *config, const qkv_model *model,
+                                               qkv_arena *arena) {
+  (void)pthread_mutex_lock(&lock);
+  entry **chain = chain_of(config, model, arena), *found = *chain;
+  while (found != NULL &&
+         (found->kind.model != model || found->kind.arena != arena || !config_equal(&found->kind.config, config)))
+    found = found->next;
+  if (found == NULL) {
+    found = create(config, model, arena);
+    found->next = *chain;
+    *chain = found;
+    count++;
+  }
+  found->references++;
+  (void)pthread_mutex_unlock(&lock);
+  return &found->kind;
+}
+
+void qkvi_session_kind_unref(const qkvi_session_kind **kind) {
+  entry *left = (entry *)*kind;
+  *kind = NULL;
+  (void)pthread_mutex_lock(&lock);
+  assert(left->references > 0);
+  if (--left->references == 0) {
+    entry **link = chain_of(&left->kind.config, left->kind.model, left->kind.arena);
+    while (*link != left) link = &(*link)->next;
+    *link = left->next;
+    free(left);
+    count--;
+  }
+  (void)pthread_mutex_unlock(&lock);
+}
+
+size_t qkvi_session_kinds(void) {
+  (void)pthread_mutex_lock(&lock);
+  const size_t kinds = count;
+  (void)pthread_mutex_unlock(&lock);
+  return kinds;
+}

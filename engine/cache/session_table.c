@@ -1,0 +1,121 @@
+#include "engine/cache/session_table.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <xxhash.h>
+
+enum { PLACES_FIRST = 16 };
+
+qkvi_table_key qkvi_key_of_name(const char *tenant, const char *name) {
+  qkvi_table_key key;
+  const size_t tenant_bytes = strnlen(tenant, QKV_NAME_MAX), name_bytes = strnlen(name, QKV_NAME_MAX);
+  memcpy(key.text, tenant, tenant_bytes);
+  key.text[tenant_bytes] = '\0';
+  memcpy(key.text + tenant_bytes + 1, name, name_bytes);
+  key.bytes = (unsigned)(tenant_bytes + 1 + name_bytes);
+  return key;
+}
+
+static qkvi_table_key key_of_serial(const qkv_session *session) {
+  qkvi_table_key key = {.text = ""};
+  const uint64_t serial = qkv_session_serial(session);
+  memcpy(key.text + 1, &serial, sizeof serial);
+  key.bytes = 1 + sizeof serial;
+  return key;
+}
+
+qkvi_table_key qkvi_key_of_session(const qkv_session *session) {
+  if (qkv_session_is_staged(session)) return key_of_serial(session);
+  return qkvi_key_of_name(qkv_session_config_of(session)->tenant, qkv_session_name(session));
+}
+
+void qkvi_session_table_deinit(qkvi_session_table *table) {
+  free((void *)table->sessions);
+  free(table->hashes);
+  *table = (qkvi_session_table){.places = 0};
+}
+
+static uint32_t hash_of(const qkvi_table_key *key) {
+  return (uint32_t)XXH3_64bits(key->text, key->bytes);
+}
+
+static size_t home_of(const qkvi_session_table *table, uint32_t hash) {
+  return (size_t)((uint64_t)hash * table->places >> 32);
+}
+
+static size_t behind(const qkvi_session_table *table, size_t place) {
+  return place + 1 == table->places ? 0 : place + 1;
+}
+
+static bool has_key(const qkv_session *session, const qkvi_table_key *key) {
+  const qkvi_table_key own = qkvi_key_of_session(session);
+  return own.bytes == key->bytes && memcmp(own.text, key->text, key->bytes) == 0;
+}
+
+// Where a session of the key is, or the free place at which its chain ends.
+static size_t place_of(const qkvi_session_table *table, const qkvi_table_key *key) {
+  const uint32_t hash = hash_of(key);
+  size_t place = home_of(table, hash);
+  while (table->sessions[place] != NULL && (table->hashes[place] != hash || !has_key(table->sessions[place], key)))
+    place = behind(table, place);
+  return place;
+}
+
+qkv_session *qkvi_session_table_find(const qkvi_session_table *table, const qkvi_table_key *key) {
+  return table->places == 0 ? NULL : table->sessions[place_of(table, key)];
+}
+
+static void resize(qkvi_session_table *table, size_t places) {
+  qkvi_session_table made = {.sessions = (qkv_session **)calloc(places, sizeof *made.sessions),
+                             .hashes = calloc(places, sizeof *made.hashes),
+                             .places = places,
+                             .count = table->count};
+  if (made.sessions == NULL || made.hashes == NULL) abort();
+  for (size_t i = 0; i < table->places; i++) {
+    if (table->sessions[i] == NULL) continue;
+    size_t place = home_of(&made, table->hashes[i]);
+    while (made.sessions[place] != NULL) place = behind(&made, place);
+    made.sessions[place] = table->sessions[i];
+    made.hashes[place] = table->hashes[i];
+  }
+  qkvi_session_table_deinit(table);
+  *table = made;
+}
+
+void qkvi_session_table_add(qkvi_session_table *table, qkv_session *session) {
+  if ((table->count + 1) * 5 > table->places * 4)
+    resize(table, table->places < PLACES_FIRST ? PLACES_FIRST : table->places + table->places / 4);
+  const qkvi_table_key key = qkvi_key_of_session(session);
+  const size_t place = place_of(table, &key);
+  assert(table->sessions[place] == NULL);
+  table->sessions[place] = session;
+  table->hashes[place] = hash_of(&key);
+  table->count++;
+}
+
+// What its chain has behind the free place moves back.
+void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *session) {
+  const qkvi_table_key key = qkvi_key_of_session(session);
+  size_t hole = table->places == 0 ? 0 : place_of(table, &key);
+  assert(table->places > 0 && table->sessions[hole] == session);
+  for (size_t at = behind(table, hole); table->sessions[at] != NULL; at = behind(table, at)) {
+    const size_t home = home_of(table, table->hashes[at]);
+    const size_t from_home = at >= home ? at - home : at + (table->places - home);
+    const size_t from_hole = at >= hole ? at - hole : at + (table->places - hole);
+    if (from_home < from_hole) continue;  // its home lies behind the hole
+    table->sessions[hole] = table->sessions[at];
+    table->hashes[hole] = table->hashes[at];
+    hole = at;
+  }
+  table->sessions[hole] = NULL;
+  table->count--;
+  const size_t half = table->places / 2;
+  if (half >= PLACES_FIRST && table->count < half / 2) resize(table, half);
+}
+
+qkv_session *qkvi_session_table_next(const qkvi_session_table *table, size_t *place) {
+  while (*place < table->places && table->sessions[*place] == NULL) ++*place;
+  return *place < table->places ? table->sessions[(*place)++] : NULL;
+}

@@ -1,0 +1,38 @@
+// The store's sessions by tenant and name, or while they are staged by their serial, which no name is.
+//
+//   hashes    [ .  h  .  h  h ... ]   open addressing, at most 4/5 full; 12 bytes a place
+//   sessions  [ .  s  .  s  s ... ]
+//
+// Threads: guarded by the store's lock; functions that take a const table may run together.
+#ifndef QKV_ENGINE_CACHE_SESSION_TABLE_H
+#define QKV_ENGINE_CACHE_SESSION_TABLE_H
+
+#include "engine/base/name.h"
+#include "engine/cache/session.h"
+
+// TENANT NUL NAME, or NUL SERIAL.
+typedef struct qkvi_table_key {
+  char text[2 * QKV_NAME_MAX + 1];
+  unsigned bytes;
+} qkvi_table_key;
+qkvi_table_key qkvi_key_of_name(const char *tenant, const char *name);
+// As it is now: publishing a session changes it.
+qkvi_table_key qkvi_key_of_session(const qkv_session *session);
+
+// Zeros: an empty one.
+typedef struct qkvi_session_table {
+  qkv_session **sessions;  // borrowed; NULL: a free place
+  uint32_t *hashes;
+  size_t places, count;
+} qkvi_session_table;
+
+void qkvi_session_table_deinit(qkvi_session_table *table);
+// NULL: there is none.
+qkv_session *qkvi_session_table_find(const qkvi_session_table *table, const qkvi_table_key *key);
+// By its key; there is none of the key yet (asserted). And removes it, which is there (asserted).
+void qkvi_session_table_add(qkvi_session_table *table, qkv_session *session);
+void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *session);
+// The next one at or behind `*place`, which begins at 0 and is moved on; NULL: there are no more.
+qkv_session *qkvi_session_table_next(const qkvi_session_table *table, size_t *place);
+
+#endif
