@@ -364,6 +364,9 @@ static void test_a_close_while_it_is_folded(void **unused) {
       assert_int_equal(qkv_session_unfold(s.session, NULL, NULL), QKV_OK);
     }
     assert_int_equal(qkv_session_tokens_length(qkv_session_tokens_of(s.session)), TOKENS);
+    assert_int_equal(qkv_session_truncate(s.session, 0, NULL, 0, NULL), QKV_OK);
+    append_all(&s);  // and what follows is not indexed
+    assert_int_equal(qkv_prefix_index_read(qkv_store_prefixes(s.store)).holders, 0);
     teardown(&s);
   }
 }
