@@ -135,8 +135,9 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
 static qkv_status append_once(qkv_session *session, const qkvi_item *item, const copied *all, qkvi_append_ids *ids,
                               uint64_t *headroom, uint64_t *appended, uint64_t *length, qkv_error *error) {
   QKV_TRY(qkvi_append_ids_reserve(ids, headroom, error));
-  const qkv_status status = qkv_session_append_pages(session, item->layer, headroom, item->position, all->pages,
-                                                     all->count, appended, length, error);
+  const qkv_status status =
+      qkv_session_append_pages(session, item->layer, headroom, item->position, all->pages, all->count,
+                               ids->count > 0 ? ids->ids : NULL, appended, length, error);
   qkvi_append_ids_done(ids, status == QKV_OK);
   return status;
 }

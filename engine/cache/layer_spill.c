@@ -14,15 +14,42 @@ qkv_record_state qkvi_layer_record_state(const qkv_layer *layer, const qkv_page_
 
 // ---- Writing ----
 
+// Chained hashes of pages whose token ids come with the rows that are being appended, from page number `first` on.
+typedef struct coming_hashes {
+  uint64_t first;
+  size_t count;
+  qkv_prefix_hash *hashes;
+} coming_hashes;
+
+// The session keeps the ids once the rows are appended, which is after their pages are written.
+static coming_hashes hash_coming(const qkv_layer *layer, const qkv_row_ids *coming) {
+  coming_hashes made = {0};
+  if (layer->config.tokens == NULL || coming == NULL || layer->saved == layer->page_count) return made;
+  const size_t pages = qkv_session_tokens_pages(coming->position, coming->count);
+  if (pages == 0) return made;
+  made.hashes = malloc(pages * sizeof *made.hashes);
+  if (made.hashes == NULL) abort();
+  made.first = coming->position / QKV_PREFIX_PAGE;
+  made.count =
+      qkv_session_tokens_chain(layer->config.tokens, coming->position, coming->ids, coming->count, made.hashes);
+  return made;
+}
+
 // Pages of token ids begin at multiples of 64.
-static bool has_hash(const qkv_layer *layer, const qkv_page_entry *entry, qkv_prefix_hash *hash) {
-  return layer->config.tokens != NULL && entry->tokens == QKV_PREFIX_PAGE && entry->position % QKV_PREFIX_PAGE == 0 &&
-         qkv_session_tokens_hash(layer->config.tokens, entry->position / QKV_PREFIX_PAGE, hash);
+static bool has_hash(const qkv_layer *layer, const qkv_page_entry *entry, const coming_hashes *coming,
+                     qkv_prefix_hash *hash) {
+  const uint64_t page = entry->position / QKV_PREFIX_PAGE;
+  if (layer->config.tokens == NULL || entry->tokens != QKV_PREFIX_PAGE || entry->position % QKV_PREFIX_PAGE != 0)
+    return false;
+  if (qkv_session_tokens_hash(layer->config.tokens, page, hash)) return true;
+  if (page < coming->first || page - coming->first >= coming->count) return false;
+  *hash = coming->hashes[page - coming->first];
+  return true;
 }
 
 // A record is its session's and those of sessions that are forked from it later. So a page that other layers share
 // and that has no record is copied to the layer first.
-static bool put_page(qkv_layer *layer, size_t index) {
+static bool put_page(qkv_layer *layer, size_t index, const coming_hashes *coming) {
   const qkv_backing *backing = layer->config.backing;
   if (qkv_layer_page(layer, index)->record != 0) return true;
   qkv_page_range *range = qkvi_layer_own_range(layer, qkv_layer_range_of(layer, index));
@@ -35,7 +62,7 @@ static bool put_page(qkv_layer *layer, size_t index) {
       qkv_page_hold_image(layer->config.arena, entry->full != NULL ? entry->full : entry->page, bytes, holders);
   qkv_prefix_hash hash;
   entry->record = backing->put(backing->context, layer->config.session, layer->config.model, &hold, entry->tokens,
-                               has_hash(layer, entry, &hash) ? &hash : NULL);
+                               has_hash(layer, entry, coming, &hash) ? &hash : NULL);
   if (entry->record == 0) {
     qkv_account_drop_ssd(range->account, bytes);
     return false;
@@ -47,11 +74,11 @@ static bool put_page(qkv_layer *layer, size_t index) {
   return true;
 }
 
-static bool save_pages(qkv_layer *layer) {
-  for (; layer->saved < layer->page_count; layer->saved++) {
-    if (!put_page(layer, layer->saved)) return false;
-  }
-  return true;
+static bool save_pages(qkv_layer *layer, const qkv_row_ids *coming) {
+  const coming_hashes hashes = hash_coming(layer, coming);
+  while (layer->saved < layer->page_count && put_page(layer, layer->saved, &hashes)) layer->saved++;
+  free(hashes.hashes);
+  return layer->saved == layer->page_count;
 }
 
 bool qkv_layer_save(qkv_layer *layer) {
@@ -60,7 +87,7 @@ bool qkv_layer_save(qkv_layer *layer) {
 
 bool qkv_layer_save_with(qkv_layer *layer, const qkv_row_ids *coming) {
   if (layer->config.backing == NULL) return true;
-  const bool pages = save_pages(layer);
+  const bool pages = save_pages(layer, coming);
   return qkvi_layer_rows_save(layer, coming) && pages;
 }
 

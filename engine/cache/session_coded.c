@@ -16,6 +16,7 @@ typedef struct incoming {
   uint32_t layer;
   const qkv_incoming_page *pages;
   size_t count;
+  const uint32_t *ids;    // of all their tokens; NULL: not known
   qkv_coding **codings;   // [count], a reference each
   qkv_coded_page *coded;  // [count]
 } incoming;
@@ -54,6 +55,12 @@ static qkv_status validate_all(const incoming *all, uint64_t position, qkv_error
                   all->coded[0].position, position);
 }
 
+static qkv_row_ids row_ids(const incoming *all) {
+  qkv_row_ids ids = {.position = all->coded[0].position, .ids = all->ids};
+  for (size_t i = 0; i < all->count && all->ids != NULL; i++) ids.count += all->coded[i].tokens;
+  return ids;
+}
+
 // The session gets the codings before its layer has pages of them.
 static qkv_status append(const incoming *all, uint64_t *headroom, uint64_t *appended, uint64_t *length,
                          qkv_error *error) {
@@ -65,15 +72,17 @@ static qkv_status append(const incoming *all, uint64_t *headroom, uint64_t *appe
   const qkv_status status = qkv_layer_append_pages(layer, all->coded, all->count, appended, error);
   *length = layer->length;
   qkvi_session_codings_used(all->session);
-  (void)qkv_layer_save(layer);  // pages that do not fit there now are given again later (session_spill.h)
+  // Pages that do not fit there now are given again later (session_spill.h).
+  const qkv_row_ids ids = row_ids(all);
+  (void)qkv_layer_save_with(layer, &ids);
   qkvi_session_changed(all->session, all->layer);
   qkvi_session_end_rows(&change);
   return status;
 }
 
 qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64_t *headroom, uint64_t position,
-                                    const qkv_incoming_page *pages, size_t count, uint64_t *appended,
-                                    uint64_t *length, qkv_error *error) {
+                                    const qkv_incoming_page *pages, size_t count, const uint32_t *ids,
+                                    uint64_t *appended, uint64_t *length, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   assert(count > 0);
   *appended = *length = 0;
@@ -86,6 +95,7 @@ qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64
                         .layer = layer,
                         .pages = pages,
                         .count = count,
+                        .ids = ids,
                         .codings = calloc(count, sizeof(qkv_coding *)),
                         .coded = calloc(count, sizeof(qkv_coded_page))};
   if (all.codings == NULL || all.coded == NULL) abort();

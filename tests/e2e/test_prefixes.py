@@ -294,6 +294,33 @@ def test_ids_of_exact_rows_follow_pages_when_the_daemon_is_killed(tmp_path):
         assert found(cache, ids) == ("s", 384)
 
 
+@pytest.mark.parametrize("layers, ids_of", [(1, (0,)), (LAYERS, (LAYERS - 1,))], ids=["one layer", "the last layer"])
+@pytest.mark.parametrize("coded", [False, True], ids=["rows", "pages"])
+def test_ids_that_come_with_the_layer_that_is_written_with_them(tmp_path, layers, ids_of, coded):
+    """The append that brings the ids is the one that codes the pages, and they are on the SSD before it is answered."""
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB")
+    ids = prompt(330)
+    with Daemon(*arguments) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=layers, durability=kv.DURABILITY_SYNC)
+        fill(cache, ids[:150], layers=layers, ids_of=ids_of)
+        fill(cache, ids[150:], position=150, layers=layers, ids_of=ids_of)
+        if coded:
+            open_session(cache.stub, cache, "copy", durability=kv.DURABILITY_SYNC)
+            for layer in range(layers):
+                pieces = cache.stub.Fetch(kv.FetchRequest(session="s", layers=[layer], coded=True), timeout=TIMEOUT)
+                pages = [page for piece in pieces for page in piece.pages]
+                given = ids[:sum(page.tokens for page in pages)] if layer in ids_of else []
+                item = kv.Item(session="copy", layer=layer, pages=pages, token_ids=given)
+                cache.stub.Append(iter([kv.AppendRequest(items=[item])]), timeout=TIMEOUT)
+            cache.stub.CloseSession(kv.CloseSessionRequest(session="s"), timeout=TIMEOUT)
+        before = found(cache, ids)
+        assert before[1] >= 256
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        cache.stub = daemon.stub()
+        assert found(cache, ids) == before
+
+
 def qkvctl(daemon, *arguments, stdin=""):
     return subprocess.run([binary("qkvctl"), *arguments, "--target", daemon.target], env=clean_environment(), input=stdin,
                           capture_output=True, text=True, timeout=PATIENCE)

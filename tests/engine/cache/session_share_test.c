@@ -167,7 +167,7 @@ static void copy_pages(const scene *s, qkv_session *from, qkv_session *to, uint3
   assert_int_equal(qkv_layer_coded_pages(read, 0, COPIED * PAGE, UINT64_MAX, held, COPIED), COPIED);
   for (size_t i = 0; i < COPIED; i++)
     pages[i] = (qkv_incoming_page){.image = held[i].image, .bytes = held[i].bytes, .tokens = held[i].tokens};
-  if (qkv_session_append_pages(to, layer, NULL, 0, pages, COPIED, &appended, &length, &error) != QKV_OK)
+  if (qkv_session_append_pages(to, layer, NULL, 0, pages, COPIED, NULL, &appended, &length, &error) != QKV_OK)
     fail_msg("%s", error.text);
   qkv_session_read_done(from, layer);
   qkv_session_tokens *tokens = qkv_session_tokens_of(to);
