@@ -1,10 +1,13 @@
 #!/usr/bin/python3
 """What a tenant that decodes has of its share while another one floods the daemon with appends and attends: its attends a
-second, alone and then. Both have the same weight, so that its share is a half of what it gets alone."""
+second, alone and then. Both have the same weight, so that its share is a half of what it gets alone. The other tenant is stopped
+and goes on in turns, as what other processes leave of the machine varies; "of processor time" is the same by second of the
+daemon's processor time."""
 
 import argparse
 import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,8 +21,9 @@ STREAMS = 8  # enough that a job of the tenant waits all the time
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", default=os.path.join(ROOT, "build/release"), help="a finished build")
-    parser.add_argument("--rounds", type=int, default=5, help="looks, alone and with the other tenant")
-    parser.add_argument("--seconds", type=float, default=4, help="of each look")
+    parser.add_argument("--rounds", type=int, default=5, help="daemons, one after the other")
+    parser.add_argument("--turns", type=int, default=4, help="looks of each, alone and with the other tenant")
+    parser.add_argument("--seconds", type=float, default=2, help="of each look")
     return parser.parse_args()
 
 
@@ -29,6 +33,8 @@ def main():
     sys.path[:0] = folders
     os.environ["QKV_BIN_DIR"] = os.path.join(options.build, "bin")
     os.environ["PYTHONPATH"] = ":".join(folders)
+    import numpy as np
+
     from daemon import Daemon
     from kv import TIMEOUT, Cache, Tenant
     from qkv.v1 import admin_pb2, admin_pb2_grpc
@@ -41,7 +47,7 @@ def main():
         path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *folders])
         process = subprocess.Popen([sys.executable, "-c", code, address], env={**os.environ, "PYTHONPATH": path})
         try:
-            yield
+            yield process
         finally:
             process.kill()
             process.wait()
@@ -63,7 +69,7 @@ def main():
                 self.cache.stub.Attend(self.request, timeout=TIMEOUT)
                 self.count += 1
 
-    shares = []
+    shares, of_time = [], []
     for _ in range(options.rounds):
         with Daemon("--memory-budget", "4GiB", "--calibrate-tokens", "0") as daemon:
             decoders = [Decoder(daemon, number) for number in range(STREAMS)]
@@ -72,27 +78,36 @@ def main():
             admin = admin_pb2_grpc.AdminStub(daemon.channel())
 
             def counts():
-                """Attends, and rows that the other tenant has appended."""
+                """Attends, rows that the other tenant has appended, seconds of the daemon's processor time, and of the clock."""
                 found = admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="greedy"), timeout=TIMEOUT).tenants
-                return sum(decoder.count for decoder in decoders), sum(one.usage.rows for one in found)
+                with open(f"/proc/{daemon.process.pid}/stat") as stat:
+                    ticks = stat.read().rsplit(") ", 1)[1].split()[11:13]
+                return np.array([sum(decoder.count for decoder in decoders), sum(one.usage.rows for one in found),
+                                 sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), time.monotonic()])
 
-            def rates():
-                begin, before = time.monotonic(), counts()
+            def look(flooding, to):
+                flooding.send_signal(signal.SIGCONT if to is both else signal.SIGSTOP)
+                time.sleep(0.5)  # until what it has sent is done
+                before = counts()
                 time.sleep(options.seconds)
-                return [(now - then) / (time.monotonic() - begin) for now, then in zip(counts(), before)]
+                to += counts() - before
 
-            alone, _ = rates()
-            with flood(daemon.tcp):
+            alone, both = np.zeros(4), np.zeros(4)
+            with flood(daemon.tcp) as flooding:
                 time.sleep(3)  # until it is under way
-                both, rows = rates()
+                for _ in range(options.turns):
+                    look(flooding, alone)
+                    look(flooding, both)
             for decoder in decoders:
                 decoder.ends = True
             for decoder in decoders:
                 decoder.join()
-        shares.append(both / (alone / 2))
-        print(f"{alone:.0f} attends a second alone, {both:.0f} while the other tenant appends {rows:.0f} rows a second: "
-              f"{shares[-1]:.2f} of its share", flush=True)
-    print(f"median {statistics.median(shares):.2f}, lowest {min(shares):.2f}")
+        shares.append(2 * (both[0] / both[3]) / (alone[0] / alone[3]))
+        of_time.append(2 * (both[0] / both[2]) / (alone[0] / alone[2]))
+        print(f"{alone[0] / alone[3]:.0f} attends a second alone, {both[0] / both[3]:.0f} while the other tenant appends "
+              f"{both[1] / both[3]:.0f} rows a second: {shares[-1]:.2f} of its share, {of_time[-1]:.2f} of processor time", flush=True)
+    print(f"median {statistics.median(shares):.2f}, lowest {min(shares):.2f}; of processor time median "
+          f"{statistics.median(of_time):.2f}, lowest {min(of_time):.2f}")
 
 
 if __name__ == "__main__":
