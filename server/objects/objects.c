@@ -251,7 +251,7 @@ void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
 
 void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_done_fn *done, void *context) {
   if (object->number != 0 && objects->residency != NULL)
-    qkv_storage_session_close(objects->residency->storage, object->number, done, context);
+    qkvi_closes_add(objects->residency, object->number, done, context);
   qkvi_objects_remove(objects, object);
 }
 

@@ -384,7 +384,7 @@ void qkvi_objects_found_all(qkvi_objects *objects, qkvi_residency *residency, bo
   objects->residency = residency;
   HASH_CLEAR(by_number, objects->numbers);
   for (size_t i = 0; i < objects->superseded_count; i++)
-    qkv_storage_session_close(residency->storage, objects->superseded[i], NULL, NULL);
+    qkvi_closes_add(residency, objects->superseded[i], NULL, NULL);
   for (qkvi_object *at = objects->oldest, *next; at != NULL; at = next) {
     next = at->next;
     if (is_whole(at)) continue;

@@ -273,8 +273,11 @@ qkv_status qkvi_catalogue_fork_done(qkvi_catalogue_fork *fork, qkv_session *chil
   const qkv_status status = qkvi_catalogue_finish_wait(fork->wait, error);
   free(fork->wait);
   fork->wait = NULL;
-  if (status != QKV_OK || child == NULL) qkv_storage_session_close(fork->residency->storage, fork->child, NULL, NULL);
-  return status;
+  if (status == QKV_OK && child != NULL) return QKV_OK;
+  qkvi_journal_wait wait = {.residency = fork->residency};
+  qkvi_closes_add(fork->residency, fork->child, qkvi_catalogue_on_journal, &wait);
+  const qkv_status closed = qkvi_catalogue_finish_wait(&wait, status == QKV_OK ? error : NULL);
+  return status == QKV_OK ? closed : status;
 }
 
 bool qkvi_catalogue_is_open(qkvi_residency *residency, const qkv_session *session) {
@@ -293,7 +296,7 @@ qkv_status qkvi_catalogue_opened(qkvi_residency *residency, qkv_session *session
   QKV_TRY(journal_model_once(residency, info.model, error));
   const qkv_status status = journal_info(residency, QKV_JOURNAL_SESSION_OPEN, &info, error);
   // The entry may be on the disk nevertheless.
-  if (status != QKV_OK) qkv_storage_session_close(residency->storage, info.config.id, NULL, NULL);
+  if (status != QKV_OK) qkvi_closes_add(residency, info.config.id, NULL, NULL);
   if (status != QKV_OK || qkvi_catalogue_is_open(residency, session)) return status;
   // A call that closed it meanwhile journaled that before it was open.
   QKV_TRY(qkvi_catalogue_closed(residency, session, error));
@@ -335,12 +338,12 @@ qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session
   qkvi_journal_wait wait = {.residency = residency};
   if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
   qkv_session_detach(session);  // threads that still have it put nothing behind its end
-  qkv_storage_session_close(residency->storage, qkv_session_id(session), qkvi_catalogue_on_journal, &wait);
+  qkvi_closes_add(residency, qkv_session_id(session), qkvi_catalogue_on_journal, &wait);
   return qkvi_catalogue_finish_wait(&wait, error);
 }
 
 void qkvi_catalogue_drop(qkvi_residency *residency, qkv_session *session) {
   if (residency == NULL || qkv_session_config_of(session)->backing == NULL) return;
   qkv_session_detach(session);
-  qkv_storage_session_close(residency->storage, qkv_session_id(session), NULL, NULL);
+  qkvi_closes_add(residency, qkv_session_id(session), NULL, NULL);
 }

@@ -1,7 +1,7 @@
 // What the parts of the residency share: budget.c (reservations of memory), eviction.c, write_back.c (writes to the
-// SSD), acknowledge.c (durability), restore.c and read_ahead.c (reads from the SSD), catalogue.c (the journal),
-// unconfirmed.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start), thread.c, progress.c
-// (waiting), upkeep.c, fold.c (fold.h).
+// SSD), acknowledge.c (durability), closes.c (ends in the journal), restore.c and read_ahead.c (reads from the SSD),
+// catalogue.c (the journal), unconfirmed.c (sessions whose end is unconfirmed), recovery.c and rows.c (the start),
+// thread.c, progress.c (waiting), upkeep.c, fold.c (fold.h).
 #ifndef QKV_SERVER_RESIDENCY_INTERNAL_H
 #define QKV_SERVER_RESIDENCY_INTERNAL_H
 
@@ -41,6 +41,9 @@ typedef struct qkvi_failed_cut {
   uint64_t session;
   struct qkvi_failed_cut *next;
 } qkvi_failed_cut;
+
+// The end of a session or object that is not in the journal yet (closes.c).
+typedef struct qkvi_close qkvi_close;
 
 // Shared ranges beyond this number may be read by two sessions at once, in vain for one of the two.
 enum { QKVI_RESTORING_SHARED = 64 };
@@ -115,6 +118,9 @@ struct qkvi_residency {
   int64_t pause_ms, retry_ms;  // after a failure nothing is written for so long, until then
   qkvi_journaled *journaled;
   qkvi_failed_cut *failed_cuts;
+  uint64_t closes;            // that are being written
+  qkvi_close *failed_closes;  // that are to be written again
+  size_t failed_close_count;
   qkvi_unconfirmed *unconfirmed;
   qkvi_verify verify;
   bool compacting;                 // for a call
@@ -218,8 +224,9 @@ uint64_t qkvi_fold_put(void *context, uint64_t session, const void *bytes, uint6
 qkv_status qkvi_fold_read(void *context, uint64_t session, uint64_t record, void *bytes, uint64_t count,
                           qkv_error *error);
 const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability);
-// A write failed; under the lock.
+// A write failed; one of those that are tried again after a failure did not. Under the lock.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);
+void qkvi_write_back_note_success(qkvi_residency *residency);
 
 // The table of a tier; `sync_now` as of qkvi_backing.
 void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool sync_now);
@@ -244,6 +251,15 @@ qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error)
 // calibrations that sessions on the SSD are coded with.
 bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const qkv_model *model, uint32_t version);
 void qkvi_catalogue_journal_calibrations(qkvi_residency *residency);
+
+// Journals the end of a session or object (closes.c). done() as of qkv_storage_session_close, may be NULL; an end
+// that failed is written again later.
+void qkvi_closes_add(qkvi_residency *residency, uint64_t session, qkv_storage_done_fn *done, void *context);
+void qkvi_closes_write_again(qkvi_residency *residency);
+// Whether some are not in the journal yet.
+bool qkvi_closes_waiting(qkvi_residency *residency);
+// At the end of the residency.
+void qkvi_closes_drop(qkvi_residency *residency);
 
 // Writes an entry and waits until it is durable.
 qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,

@@ -591,7 +591,7 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
   if (status == QKV_OK) check_objects(&all);
   if (status == QKV_OK && all.refused.status == QKV_OK) {
     for (const struct found_session *at = all.sessions; at != NULL; at = at->hh.next) {
-      if (at->closed) qkv_storage_session_close(residency->storage, at->number, NULL, NULL);
+      if (at->closed) qkvi_closes_add(residency, at->number, NULL, NULL);
     }
     share_layer(&all);
     keep_pinned(&all);

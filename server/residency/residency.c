@@ -127,7 +127,8 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
     for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i]) ? 0 : 1;
     left += qkvi_objects_settle(residency->objects) ? 0 : 1;
     left = left > unsealed ? left : unsealed;
-    if ((left == 0 && !qkvi_write_back_cuts_waiting(residency)) || qkvi_now_ms() > until) break;
+    const bool waiting = qkvi_write_back_cuts_waiting(residency) || qkvi_closes_waiting(residency);
+    if ((left == 0 && !waiting) || qkvi_now_ms() > until) break;
     if (qkvi_write_back_failure(residency) != QKV_OK) break;
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
   }
@@ -165,6 +166,7 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
     next = at->next;
     free(at);
   }
+  qkvi_closes_drop(old);
   // Clearing frees the table alone; the entries stay linked.
   qkvi_pending *pending = old->pending, *after;
   HASH_CLEAR(hh, old->pending);

@@ -73,7 +73,7 @@ qkv_status qkvi_catalogue_fork_begin(qkvi_residency *residency, qkv_session *par
                                      const uint64_t *positions, qkvi_catalogue_fork *fork, qkv_error *error);
 qkv_status qkvi_catalogue_fork_done(qkvi_catalogue_fork *fork, qkv_session *child, qkv_error *error);
 // Journals that a session was closed: nothing of it can be read again, nor by the next process. Waits. Nothing for
-// sessions in memory.
+// sessions in memory. INTERNAL, RESOURCE_EXHAUSTED: not yet; it is written again until the disk takes it.
 qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session, qkv_error *error);
 
 // The same without waiting: a crash soon afterwards may bring the session back. `residency` may be NULL.

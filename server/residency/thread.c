@@ -81,8 +81,9 @@ void *qkvi_residency_work(void *context) {
   for (;;) {
     if (take_flag(residency, &residency->full) && budget_is_full(residency)) qkvi_eviction_expel(residency);
     qkvi_account_expel(residency);
-    if (!qkvi_write_back_rests(residency) && take_flag(residency, &residency->wanted))
-      qkvi_catalogue_journal_calibrations(residency);
+    const bool rests = qkvi_write_back_rests(residency);
+    if (!rests) qkvi_closes_write_again(residency);
+    if (!rests && take_flag(residency, &residency->wanted)) qkvi_catalogue_journal_calibrations(residency);
     if (atomic_exchange_explicit(&residency->unsettled, false, memory_order_relaxed) && !settle_sessions(residency))
       atomic_store_explicit(&residency->unsettled, true, memory_order_relaxed);
     keep_counts(residency);

@@ -49,7 +49,7 @@ void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status) 
 }
 
 // A record that was accepted before the failure does not end the pause.
-static void note_success(qkvi_residency *residency) {
+void qkvi_write_back_note_success(qkvi_residency *residency) {
   if (residency->failure != QKV_OK && qkvi_now_ms() < residency->retry_ms) return;
   if (residency->failure != QKV_OK) qkv_log(QKV_LOG_INFO, "the data directory takes pages again", NULL);
   residency->failure = QKV_OK;
@@ -83,7 +83,7 @@ static void on_durable(void *context, uint64_t record, qkv_status status) {
     qkvi_write_back_note_failure(residency, status);
     pending->state = QKV_RECORD_GONE;  // as long as the storage has it: forks may ask for it
   } else {
-    note_success(residency);
+    qkvi_write_back_note_success(residency);
     forget(residency, pending);
   }
   qkvi_residency_unlock(residency);
