@@ -38,11 +38,9 @@ static void on_closed(void *context, qkv_status status) {
   void *waiting = close->context;
   qkvi_residency_lock(residency);
   residency->closes--;
-  if (status != QKV_OK) {
-    qkvi_write_back_note_failure(residency, status);
-  } else if (close->again) {
-    qkvi_write_back_note_success(residency);
-  }
+  if (status == QKV_OK) qkvi_write_back_forget_cuts(residency, close->session);
+  if (status == QKV_OK && close->again) qkvi_write_back_note_success(residency);
+  if (status != QKV_OK) qkvi_write_back_note_failure(residency, status);
   const bool kept = status != QKV_OK && keep(residency, close);
   qkvi_residency_unlock(residency);
   if (!kept) free(close);

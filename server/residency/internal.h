@@ -35,11 +35,11 @@ typedef struct qkvi_journaled {
   struct qkvi_journaled *next;
 } qkvi_journaled;
 
-// A truncation that is being written; those that failed are kept.
+// A truncation that is being written; of those that failed one of each session is kept, until it is closed.
 typedef struct qkvi_failed_cut {
   qkvi_residency *residency;
   uint64_t session;
-  struct qkvi_failed_cut *next;
+  UT_hash_handle hh;  // by session
 } qkvi_failed_cut;
 
 // The end of a session or object that is not in the journal yet (closes.c).
@@ -244,6 +244,9 @@ typedef struct qkvi_journal_wait {
   bool done;
   qkv_status status;
 } qkvi_journal_wait;
+// The session is closed, in the journal too: under the lock.
+void qkvi_write_back_forget_cuts(qkvi_residency *residency, uint64_t session);
+void qkvi_write_back_drop_cuts(qkvi_residency *residency);  // at the end of the residency
 bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session);
 void qkvi_catalogue_on_journal(void *context, qkv_status status);
 qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error);

@@ -162,10 +162,7 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
     next = known->next;
     free(known);
   }
-  for (qkvi_failed_cut *at = old->failed_cuts, *next; at != NULL; at = next) {
-    next = at->next;
-    free(at);
-  }
+  qkvi_write_back_drop_cuts(old);
   qkvi_closes_drop(old);
   // Clearing frees the table alone; the entries stay linked.
   qkvi_pending *pending = old->pending, *after;

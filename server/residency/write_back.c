@@ -115,14 +115,37 @@ bool qkvi_write_back_rests(qkvi_residency *residency) {
   return rests;
 }
 
+// Under the lock.
+static qkvi_failed_cut *find_failed_cut(qkvi_residency *residency, uint64_t session) {
+  qkvi_failed_cut *found;
+  HASH_FIND(hh, residency->failed_cuts, &session, sizeof session, found);
+  return found;
+}
+
 // Whether a truncation of the session could not be written: rows that are put after it would be mixed with what it
 // cut.
 bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session) {
   qkvi_residency_lock(residency);
-  bool found = false;
-  for (const qkvi_failed_cut *at = residency->failed_cuts; at != NULL; at = at->next) found |= at->session == session;
+  const bool found = find_failed_cut(residency, session) != NULL;
   qkvi_residency_unlock(residency);
   return found;
+}
+
+void qkvi_write_back_forget_cuts(qkvi_residency *residency, uint64_t session) {
+  qkvi_failed_cut *found = find_failed_cut(residency, session);
+  if (found == NULL) return;
+  HASH_DEL(residency->failed_cuts, found);
+  free(found);
+}
+
+void qkvi_write_back_drop_cuts(qkvi_residency *residency) {
+  // Clearing frees the table alone; the entries stay linked.
+  qkvi_failed_cut *at = residency->failed_cuts;
+  HASH_CLEAR(hh, residency->failed_cuts);
+  for (qkvi_failed_cut *next; at != NULL; at = next) {
+    next = at->hh.next;
+    free(at);
+  }
 }
 
 uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta *meta, qkvi_payload *payload,
@@ -224,9 +247,10 @@ static void on_cut(void *context, qkv_status status) {
   residency->cuts--;
   if (status != QKV_OK) {
     qkvi_write_back_note_failure(residency, status);
-    cutting->next = residency->failed_cuts;
-    residency->failed_cuts = cutting;
-    cutting = NULL;
+    if (find_failed_cut(residency, cutting->session) == NULL) {
+      HASH_ADD(hh, residency->failed_cuts, session, sizeof cutting->session, cutting);
+      cutting = NULL;
+    }
   }
   qkvi_residency_unlock(residency);
   free(cutting);

@@ -442,6 +442,40 @@ static void test_ends_are_written_again(void **unused) {
   teardown(&s);
 }
 
+static unsigned failed_cuts(qkvi_residency *residency) {
+  qkvi_residency_lock(residency);
+  const unsigned count = HASH_COUNT(residency->failed_cuts);
+  qkvi_residency_unlock(residency);
+  return count;
+}
+
+// Truncations that the journal does not take: one of each session is kept, and none of a closed one.
+static void test_failed_truncations_are_few(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_error error = {0};
+  setup(&s, "pread");
+  qkv_session *sessions[2] = {open_session(&s, "a", QKV_DURABILITY_ASYNC),
+                              open_session(&s, "b", QKV_DURABILITY_ASYNC)};
+  for (int i = 0; i < 2; i++) {
+    assert_int_equal(append(&s, sessions[i], 0, 0, 256), QKV_OK);
+    sync_all(&s, sessions[i]);
+  }
+  atomic_store(&failing, true);
+  for (uint64_t end = 200; end >= 190; end--) {
+    assert_int_equal(qkv_session_truncate(sessions[0], end, NULL, 0, NULL), QKV_OK);
+    assert_int_equal(qkvi_write_back_truncated(s.residency, sessions[0], &error), QKV_UNAVAILABLE);
+  }
+  atomic_store(&failing, false);
+  assert_int_equal(failed_cuts(s.residency), 1);
+  assert_true(qkvi_write_back_lost_truncation(s.residency, qkv_session_id(sessions[0])));
+  assert_false(qkvi_write_back_lost_truncation(s.residency, qkv_session_id(sessions[1])));
+  close_session(&s, &sessions[0]);
+  assert_int_equal(failed_cuts(s.residency), 0);
+  qkv_session_unref(&sessions[1]);
+  teardown(&s);
+}
+
 static uint64_t unread_segments(const scene *s) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(s->residency->storage, &stats);
@@ -649,6 +683,7 @@ int main(void) {
       cmocka_unit_test(test_headroom_that_others_take_pread),
       cmocka_unit_test(test_closing_while_the_disk_fails),
       cmocka_unit_test(test_ends_are_written_again),
+      cmocka_unit_test(test_failed_truncations_are_few),
       cmocka_unit_test(test_what_is_not_read_stays),
       cmocka_unit_test(test_closing_before_it_is_journaled),
       cmocka_unit_test(test_a_check_that_is_refused),
