@@ -101,14 +101,18 @@ void qkv_storage_session_truncate(qkv_storage *storage, uint64_t session, uint32
 
 // ---- Records ----
 
+uint64_t qkv_storage_record_bytes_max(const qkv_storage *storage) {
+  const uint64_t around = QKV_STORAGE_BLOCK + sizeof(qkv_record_header) + qkvi_segment_tail_bytes(1);
+  const uint64_t most = storage->config.segment_bytes - around;
+  return most < QKV_RECORD_BYTES_MAX ? most : QKV_RECORD_BYTES_MAX;
+}
+
 static qkv_status check_put(const qkv_storage *storage, const qkv_storage_put_request *request, qkv_error *error) {
   assert(request->written != NULL);
-  const qkv_storage_config *config = &storage->config;
-  const uint64_t bytes = request->bytes;
-  const uint64_t most = config->segment_bytes - QKV_STORAGE_BLOCK - qkvi_segment_tail_bytes(1);
-  if (bytes < 1 || bytes > QKV_RECORD_BYTES_MAX || qkvi_record_extent(bytes) > most) {
+  const uint64_t bytes = request->bytes, most = qkv_storage_record_bytes_max(storage);
+  if (bytes < 1 || bytes > most) {
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "record has %" PRIu64 " bytes, allowed are 1 to %" PRIu64, bytes,
-                    most < QKV_RECORD_BYTES_MAX ? most - sizeof(qkv_record_header) : QKV_RECORD_BYTES_MAX);
+                    most);
   }
   const qkv_record_meta *meta = &request->meta;
   if (meta->tokens < 1 || meta->tokens > QKV_RECORD_TOKENS_MAX)

@@ -164,6 +164,9 @@ typedef struct qkv_storage_put_request {
   void *context;
 } qkv_storage_put_request;
 
+// Bytes of the largest payload that fits into a segment, and that qkv_storage_put takes.
+uint64_t qkv_storage_record_bytes_max(const qkv_storage *storage);
+
 // UNAVAILABLE: dirty_bytes_max is reached, try again when qkv_storage_when_ready calls ready(). RESOURCE_EXHAUSTED:
 // bytes_max; close sessions. INVALID_ARGUMENT: a field. Callbacks are called if and only if this returns QKV_OK. A
 // put for a closed session that has heirs is CANCELLED unless one of them needs it.

@@ -46,10 +46,10 @@ typedef struct qkv_backing {
                   const qkv_prefix_hash *hash);
   // Copies exact rows of one layer: k [tokens][kv_heads][key_dim] and v [tokens][kv_heads][value_dim] in the model's
   // dtype, 1 to 64 tokens from `position` on, and their token ids [tokens]; NULL: not all known, or not asked of this
-  // layer. Returns as put() does; state() and drop() take the record, too. NULL: exact rows are not kept beyond
-  // memory.
+  // layer. `*tokens` gets how many of them it took, the first ones, 1 at least. Returns as put() does; state() and
+  // drop() take the record, too. NULL: exact rows are not kept beyond memory.
   uint64_t (*put_rows)(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                       uint32_t tokens, const void *k, const void *v, const uint32_t *ids);
+                       uint32_t *tokens, const void *k, const void *v, const uint32_t *ids);
   // Puts what a session is made again from (session_fold.h), copied, and waits until it can be read. state() and
   // drop() take the record, too. 0: the tier does not take it, or `*stop` became true. NULL: sessions are not folded.
   uint64_t (*put_fold)(void *context, uint64_t session, const void *bytes, uint64_t count, const _Atomic bool *stop);

@@ -67,11 +67,11 @@ static const uint32_t *known_ids(const qkv_layer *layer, const qkv_row_ids *comi
 static bool save_piece(qkv_layer *layer, const qkv_row_ids *coming, uint64_t begin) {
   const qkv_backing *backing = layer->config.backing;
   const uint64_t slot = (begin - layer->sealed) % QKV_PAGE_TOKENS, left = layer->length - begin;
-  const uint64_t tokens = left < QKV_PAGE_TOKENS - slot ? left : QKV_PAGE_TOKENS - slot;
+  uint32_t tokens = (uint32_t)(left < QKV_PAGE_TOKENS - slot ? left : QKV_PAGE_TOKENS - slot);
   uint32_t ids[QKV_PAGE_TOKENS];
   const uint64_t record =
       backing->put_rows(backing->context, layer->config.session, layer->config.model, layer->config.layer, begin,
-                        (uint32_t)tokens, qkv_layer_exact_row(layer, QKV_K, begin, 0),
+                        &tokens, qkv_layer_exact_row(layer, QKV_K, begin, 0),
                         qkv_layer_exact_row(layer, QKV_V, begin, 0), known_ids(layer, coming, begin, tokens, ids));
   if (record == 0) return false;
   add_record(layer, &(qkv_saved_rows){.record = record, .begin = begin, .end = begin + tokens});

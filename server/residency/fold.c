@@ -24,6 +24,7 @@ static bool has_ended(const qkv_backing *table, uint64_t record, qkv_record_stat
 uint64_t qkvi_fold_put(void *context, uint64_t session, const void *bytes, uint64_t count, const _Atomic bool *stop) {
   const qkvi_backing *backing = context;
   qkvi_residency *residency = backing->residency;
+  if (count > qkv_storage_record_bytes_max(residency->storage)) return 0;
   if (qkvi_write_back_refuses(residency, session)) return 0;
   qkvi_payload payload = {.copy = malloc(count)};
   if (payload.copy == NULL) abort();

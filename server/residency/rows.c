@@ -37,9 +37,12 @@ static uint64_t payload_bytes(const qkv_model *model, uint32_t tokens, bool has_
 }
 
 uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                       uint32_t tokens, const void *k, const void *v, const uint32_t *ids) {
+                       uint32_t *taken, const void *k, const void *v, const uint32_t *ids) {
   const qkvi_backing *backing = context;
+  const uint64_t record_max = qkv_storage_record_bytes_max(backing->residency->storage);
   if (qkvi_write_back_refuses(backing->residency, session)) return 0;
+  while (*taken > 1 && payload_bytes(model, *taken, ids != NULL) > record_max) *taken -= 1;
+  const uint32_t tokens = *taken;
   const uint64_t bytes = payload_bytes(model, tokens, ids != NULL), ids_at = rows_end(model, tokens);
   const uint64_t k_bytes = tokens * token_bytes(model, model->key_dim);
   const rows_header header = {.magic = ROWS_MAGIC,

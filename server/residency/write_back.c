@@ -170,7 +170,9 @@ uint64_t qkvi_write_back_put(const qkvi_backing *backing, const qkv_record_meta 
     HASH_ADD(hh, residency->pending, record, sizeof pending->record, pending);
   } else {
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_REFUSED], 1);
-    if (status != QKV_UNAVAILABLE) qkvi_write_back_note_failure(residency, status);
+    // A record that is larger than the storage takes says nothing about the disk.
+    const bool failed = status != QKV_UNAVAILABLE && status != QKV_INVALID_ARGUMENT;
+    if (failed) qkvi_write_back_note_failure(residency, status);
   }
   qkvi_residency_unlock(residency);
   if (status == QKV_OK) return record;

@@ -52,11 +52,59 @@ static void test_a_lower_limit(void **unused) {
   teardown(&s);
 }
 
+// Records that are larger than a segment are refused and say nothing about the disk: other sessions' pages become
+// durable.
+static void test_what_no_segment_takes(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "auto");
+  const uint64_t most = qkv_storage_record_bytes_max(s.residency->storage);
+  qkv_session *session = open_session(&s, "s", QKV_DURABILITY_SYNC);
+  const uint64_t id = qkv_session_id(session);
+  const qkv_backing *table = qkv_session_config_of(session)->backing;
+  const qkv_record_meta meta = {.session = id, .tokens = 64};
+  _Atomic bool stop = false;
+  uint8_t *bytes = calloc(most + 1, 1);
+  assert_true(bytes != NULL && most < 1 << 20);
+  assert_int_equal(table->put_fold(table->context, id, bytes, most + 1, &stop), 0);
+  assert_int_equal(qkvi_write_back_put(table->context, &meta, &(qkvi_payload){.copy = bytes}, most + 1), 0);
+  assert_int_equal(qkv_metric_read(&s.metrics[QKV_METRIC_SPILL_DEGRADED]), 0);
+  assert_false(qkvi_write_back_rests(s.residency));
+  assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+  sync_all(&s, session);
+  assert_int_equal(qkv_metric_read(&s.metrics[QKV_METRIC_SPILL_FAILED]), 0);
+  qkv_session_unref(&session);
+  teardown(&s);
+}
+
+// Of exact rows as many are put as fit into a record.
+static void test_rows_that_no_segment_takes(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "auto");
+  qkv_session *session = open_session(&s, "s", QKV_DURABILITY_SYNC);
+  const uint64_t id = qkv_session_id(session);
+  const qkv_backing *table = qkv_session_config_of(session)->backing;
+  const qkv_model wide = test_model(32, 32, 128, 128, QKV_FP32);
+  const size_t token_bytes = 32 * 128 * sizeof(float);
+  float *rows = calloc(QKV_PAGE_TOKENS, token_bytes);
+  assert_non_null(rows);
+  uint32_t tokens = QKV_PAGE_TOKENS;
+  assert_true(2 * tokens * token_bytes > qkv_storage_record_bytes_max(s.residency->storage));
+  assert_int_not_equal(table->put_rows(table->context, id, &wide, 0, 0, &tokens, rows, rows, NULL), 0);
+  assert_in_range(tokens, 1, QKV_PAGE_TOKENS - 1);
+  free(rows);
+  qkv_session_unref(&session);
+  teardown(&s);
+}
+
 int main(void) {
   qkv_log_setup(stderr, QKV_LOG_ERROR);
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_windows_of_many),
       cmocka_unit_test(test_a_lower_limit),
+      cmocka_unit_test(test_what_no_segment_takes),
+      cmocka_unit_test(test_rows_that_no_segment_takes),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

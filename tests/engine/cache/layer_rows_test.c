@@ -25,10 +25,13 @@ typedef struct state {
 } state;
 
 static put_record put_records[DOUBLE_RECORDS];
+static uint32_t tokens_max;  // that the double takes at a time
 
 static uint64_t put_rows(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
-                         uint32_t tokens, const void *k, const void *v, const uint32_t *ids) {
+                         uint32_t *taken, const void *k, const void *v, const uint32_t *ids) {
   (void)model;
+  if (*taken > tokens_max) *taken = tokens_max;
+  const uint32_t tokens = *taken;
   uint64_t number = double_take(context, session, k, 2, tokens);
   if (number == 0) return 0;
   put_record *put = &put_records[number];
@@ -43,6 +46,7 @@ static uint64_t put_rows(void *context, uint64_t session, const qkv_model *model
 static void begin(state *s) {
   const qkv_policy policy = test_policy(4, 3, 0);
   memset(put_records, 0, sizeof put_records);
+  tokens_max = QKV_PAGE_TOKENS;
   s->model = test_model(2, 2, 32, 16, QKV_FP16);
   s->arena = qkv_arena_create("memory-budget", 1 << 20);
   double_init(&s->backing);
@@ -97,6 +101,22 @@ static void test_each_append_is_a_record(void **unused) {
   qkv_layer_settle(&s.layer);
   assert_true(qkv_layer_is_settled(&s.layer));
   assert_int_equal(qkv_layer_durable(&s.layer), 11);
+  end(&s);
+}
+
+// The tier takes fewer at a time.
+static void test_a_record_takes_what_fits(void **unused) {
+  (void)unused;
+  state s;
+  begin(&s);
+  tokens_max = 4;
+  append(&s, 0, 10);
+  assert_int_equal(s.backing.count, 3);
+  assert_put(1, 0, 4);
+  assert_put(2, 4, 4);
+  assert_put(3, 8, 2);
+  qkv_layer_settle(&s.layer);
+  assert_int_equal(qkv_layer_durable(&s.layer), 10);
   end(&s);
 }
 
@@ -240,12 +260,10 @@ static void test_ids_go_with_the_rows(void **unused) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_ids_go_with_the_rows),
-                                     cmocka_unit_test(test_each_append_is_a_record),
-                                     cmocka_unit_test(test_what_is_written_is_not_durable_yet),
-                                     cmocka_unit_test(test_pages_take_their_place),
-                                     cmocka_unit_test(test_what_is_refused_or_gone_is_put_again),
-                                     cmocka_unit_test(test_truncation_cuts),
-                                     cmocka_unit_test(test_forks_share_records)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_ids_go_with_the_rows),     cmocka_unit_test(test_each_append_is_a_record),
+      cmocka_unit_test(test_a_record_takes_what_fits), cmocka_unit_test(test_what_is_written_is_not_durable_yet),
+      cmocka_unit_test(test_pages_take_their_place),   cmocka_unit_test(test_what_is_refused_or_gone_is_put_again),
+      cmocka_unit_test(test_truncation_cuts),          cmocka_unit_test(test_forks_share_records)};
   return cmocka_run_group_tests_name("layer_rows", tests, NULL, NULL);
 }
