@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "engine/codec/row.h"
 #include "engine/kernel/kernel.h"
 
 enum { STEPS_MAX = QKV_DIM_MAX };
@@ -120,37 +121,49 @@ void qkvi_affine_write_one(const qkv_part_coder *coder, const float *scales, con
   qkvi_part_pack(coder, codes, (uint8_t *)codes_of(&as, block));
 }
 
+// row += weight * other, or + weight where there is none; n is a multiple of 8.
+static void add_row(float *row, float weight, const float *other, size_t n) {
+  for (size_t i = 0; i < n; i += QKVI_QUAD) {
+    qkvi_quad x, y = {1, 1, 1, 1};
+    qkvi_quad_load(row + i, &x);
+    if (other != NULL) qkvi_quad_load(other + i, &y);
+    x += weight * y;
+    memcpy(row + i, &x, sizeof x);
+  }
+}
+
 // out[n][lanes] += factors[n][steps] . values
-static void mix(const qkv_part_coder *coder, const uint8_t *block, const float *factors, size_t n, float *out) {
+static void mix(const qkv_part_coder *coder, const uint8_t *block, const float *factors, size_t n,
+                qkv_precision precision, float *out) {
   const affine as = affine_of(coder);
   float scales[STEPS_MAX], zeros[STEPS_MAX], scaled[QKV_QUERY_BLOCK * STEPS_MAX], shares[QKV_QUERY_BLOCK];
   const size_t steps = as.steps;
+  const float middle = (float)((1u << coder->bits) - 1) / 2;
   const uint8_t *codes = codes_of(&as, block);
   assert(n <= QKV_QUERY_BLOCK);
   for (size_t group = 0; group < as.groups; group++) {
     const size_t first = group * as.group, lanes = lanes_of(&as, group);
     read_numbers(&as, block, group, scales, zeros);
+    if (qkvi_part_in_integers(coder->bits, precision)) add_row(zeros, middle, scales, steps);
     qkv_kernels_get()->scale_factors(factors, scales, zeros, n, steps, scaled, shares);
-    for (size_t i = 0; i < n; i++) {
-      for (size_t lane = first; lane < first + lanes; lane++) out[i * as.lanes + lane] += shares[i];
-    }
+    for (size_t i = 0; i < n; i++) add_row(out + i * as.lanes + first, shares[i], NULL, lanes);
     const qkv_code_matrix matrix = {.codes = codes + qkv_code_matrix_bytes(first, steps, coder->bits),
                                     .bits = coder->bits,
                                     .lanes = lanes,
                                     .steps = steps};
-    qkv_mix(&matrix, scaled, n, out + first, as.lanes);
+    qkvi_part_mix(&matrix, scaled, n, precision, out + first, as.lanes);
   }
 }
 
 void qkvi_affine_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                        float *scores) {
+                        qkv_precision precision, float *scores) {
   memset(scores, 0, n * QKV_PAGE_TOKENS * sizeof *scores);
-  mix(coder, block, queries, n, scores);
+  mix(coder, block, queries, n, precision, scores);
 }
 
 void qkvi_affine_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                            float *sums) {
-  mix(coder, block, weights, n, sums);
+                            qkv_precision precision, float *sums) {
+  mix(coder, block, weights, n, precision, sums);
 }
 
 void qkvi_affine_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows) {

@@ -28,9 +28,9 @@ void qkvi_affine_init(qkv_part_coder *coder, const qkvi_affine_kind *kind);
 // Scales and zeros are those of a group's least and largest numbers, without regard to slots from `tokens` on.
 void qkvi_affine_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
 void qkvi_affine_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                        float *scores);
+                        qkv_precision precision, float *scores);
 void qkvi_affine_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                            float *sums);
+                            qkv_precision precision, float *sums);
 void qkvi_affine_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows);
 bool qkvi_affine_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row);
 const char *qkvi_affine_validate(const qkv_part_coder *coder, const uint8_t *block);

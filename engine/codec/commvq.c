@@ -235,7 +235,8 @@ static bool values_match(const qkv_part_coder *coder, const uint8_t *block, uint
 }
 
 static void commvq_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                              float *sums) {
+                              qkv_precision precision, float *sums) {
+  (void)precision;  // sums of table entries, in floats
   const value_tables *tables = coder->tables;
   float sizes[QKV_PAGE_TOKENS], scaled[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
   qkvi_sizes_read(block, sizes);

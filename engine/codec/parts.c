@@ -7,6 +7,7 @@
 #include <xxhash.h>
 
 #include "engine/codec/phases.h"
+#include "engine/kernel/kernel.h"
 
 enum { ALIGN = 64, PART_BYTES = 16, HEAD_BYTES = 128 };
 
@@ -212,11 +213,13 @@ size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tok
 
 // ---- Attention ----
 
-static void fetch_ahead(const qkv_coder *coder, const qkv_query_block *queries, uint16_t kv_head) {
-  const void *page = queries->ahead[0].page;
+// What the place-th page of a call brings into the cache.
+static void fetch_ahead(const qkv_coder *coder, const qkv_query_block *queries, size_t place, uint16_t kv_head) {
+  const void *page = queries->ahead[place].page;
+  const qkv_part part = queries->ahead[place].part;
   if (page == NULL || ((const qkv_page_header *)page)->bytes != qkvi_parts_page_bytes_max(coder)) return;
-  const uint8_t *block = block_of(coder, page, kv_head, QKV_K);
-  for (size_t i = 0; i < head_bytes(own(coder)); i += ALIGN) __builtin_prefetch(block + i);
+  const uint8_t *block = block_of(coder, page, kv_head, part);
+  for (size_t i = 0; i < own(coder)->parts[part].block_bytes; i += ALIGN) __builtin_prefetch(block + i);
 }
 
 void qkvi_parts_query(const qkv_coder *coder, uint16_t kv_head, qkv_query_block *queries) {
@@ -259,15 +262,33 @@ void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_hea
                        float *scores) {
   const qkv_part_coder keys = part_of(coder, kv_head, QKV_K);
   const uint8_t *block = block_of(coder, page, kv_head, QKV_K);
-  fetch_ahead(coder, queries, kv_head);
+  fetch_ahead(coder, queries, 0, kv_head);
   if (keys.codec->columns != NULL) return score_columns(coder, page, &keys, block, queries, scores);
-  keys.codec->scores(&keys, block, (const float *)queries->own, queries->count, scores);
+  keys.codec->scores(&keys, block, (const float *)queries->own, queries->count, queries->precision, scores);
 }
 
 void qkvi_parts_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                            float *sums) {
   const qkv_part_coder values = part_of(coder, kv_head, QKV_V);
-  values.codec->accumulate(&values, block_of(coder, page, kv_head, QKV_V), weights, n, sums);
+  values.codec->accumulate(&values, block_of(coder, page, kv_head, QKV_V), weights, n, QKV_PRECISION_FP32, sums);
+}
+
+size_t qkvi_parts_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
+                        qkv_query_block *queries, const float *scores, const float *peaks, float *totals,
+                        float *sums) {
+  const qkv_part_coder values = part_of(coder, kv_head, QKV_V);
+  const size_t n = queries->count;
+  float weights[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
+  if (!qkvi_part_in_integers(values.bits, queries->precision)) return 0;
+  for (size_t p = 0; p < page_count; p++, scores += n * QKV_PAGE_TOKENS, peaks += n, totals += n) {
+    fetch_ahead(coder, queries, p, kv_head);
+    memcpy(weights, scores, n * QKV_PAGE_TOKENS * sizeof *weights);
+    for (size_t i = 0; i < n; i++)
+      totals[i] = (float)qkv_kernels_get()->weigh(weights + i * QKV_PAGE_TOKENS, peaks[i]);
+    values.codec->accumulate(&values, block_of(coder, pages[p], kv_head, QKV_V), weights, n, queries->precision,
+                             sums);
+  }
+  return page_count;
 }
 
 void qkvi_parts_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n) {
@@ -401,6 +422,12 @@ qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t
 }
 
 // ---- Scalar codes ----
+
+void qkvi_part_mix(const qkv_code_matrix *matrix, const float *factors, size_t n, qkv_precision precision, float *out,
+                   size_t stride) {
+  if (qkvi_part_in_integers(matrix->bits, precision)) return qkv_mix_integer(matrix, factors, n, out, stride);
+  qkv_mix(matrix, factors, n, out, stride);
+}
 
 void qkvi_part_pack(const qkv_part_coder *coder, const uint8_t *codes, uint8_t *matrix) {
   const size_t lanes = qkvi_part_lanes(coder), steps = qkvi_part_steps(coder);

@@ -61,13 +61,15 @@ struct qkv_part_codec {
   // Of keys: queries [n][dim] to what scores() takes, `ready` of QKV_QUERY_OWN_MAX bytes, aligned to 64. NULL: they
   // stay as they are.
   void (*query)(const qkv_part_coder *coder, const float *queries, size_t n, float *ready);
-  // Of keys: scores[n][64] = q . k_t; n <= QKV_QUERY_BLOCK.
-  void (*scores)(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n, float *scores);
+  // Of keys: scores[n][64] = q . k_t; n <= QKV_QUERY_BLOCK. Of `precision`: qkvi_part_mix.
+  void (*scores)(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
+                 qkv_precision precision, float *scores);
   // Of keys that are coded before RoPE, instead of query() and scores(): columns [dim][64] of their rows without the
   // mean [dim], aligned to 64.
   void (*columns)(const qkv_part_coder *coder, const uint8_t *block, float *columns, float *mean);
   // Of values: sums[n][dim] += weights[n][64] . v_t, in code space; n <= QKV_QUERY_BLOCK.
-  void (*accumulate)(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n, float *sums);
+  void (*accumulate)(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
+                     qkv_precision precision, float *sums);
   // sums [n][dim] in place from code space. NULL: they are the rows' own.
   void (*output)(const qkv_part_coder *coder, float *sums, size_t n);
   // output() of codecs whose rows have a mean; totals[n], the sums of weights.
@@ -83,8 +85,8 @@ struct qkv_part_codec {
 #define QKV_CODEC_OF_PARTS                                                                                 \
   .create = qkvi_parts_create, .destroy = qkvi_parts_destroy, .page_bytes_max = qkvi_parts_page_bytes_max, \
   .encode = qkvi_parts_encode, .query = qkvi_parts_query, .scores = qkvi_parts_scores,                     \
-  .accumulate = qkvi_parts_accumulate, .output = qkvi_parts_output, .decode = qkvi_parts_decode,           \
-  .rows_match = qkvi_parts_rows_match, .validate = qkvi_parts_validate
+  .accumulate = qkvi_parts_accumulate, .weigh = qkvi_parts_weigh, .output = qkvi_parts_output,             \
+  .decode = qkvi_parts_decode, .rows_match = qkvi_parts_rows_match, .validate = qkvi_parts_validate
 
 void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
 void qkvi_parts_destroy(void *of);
@@ -96,6 +98,9 @@ void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_hea
                        float *scores);
 void qkvi_parts_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                            float *sums);
+size_t qkvi_parts_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
+                        qkv_query_block *queries, const float *scores, const float *peaks, float *totals,
+                        float *sums);
 void qkvi_parts_output(const qkv_coder *coder, uint16_t kv_head, float *sums, const double *totals, size_t n);
 void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part, bool before_rope,
                        float *rows);
@@ -118,6 +123,15 @@ static inline size_t qkvi_part_steps(const qkv_part_coder *coder) {
 static inline size_t qkvi_part_code_bytes(const qkv_part_coder *coder) {
   return (size_t)QKV_PAGE_TOKENS * coder->dim * coder->bits / 8;
 }
+
+// Whether products with codes are in whole numbers: by default, of codes of few bits.
+static inline bool qkvi_part_in_integers(unsigned bits, qkv_precision precision) {
+  return precision == QKV_PRECISION_DEFAULT && bits <= QKV_MIX_INTEGER_BITS;
+}
+
+// qkv_mix or qkv_mix_integer, whose codes without a table count from their middle.
+void qkvi_part_mix(const qkv_code_matrix *matrix, const float *factors, size_t n, qkv_precision precision, float *out,
+                   size_t stride);
 
 // Codes [64][dim] to a matrix, and back.
 void qkvi_part_pack(const qkv_part_coder *coder, const uint8_t *codes, uint8_t *matrix);

@@ -99,7 +99,7 @@ static qkv_code_matrix matrix_of(const qkv_part_coder *coder, const uint8_t *blo
 }
 
 static void polarquant_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                              float *scores) {
+                              qkv_precision precision, float *scores) {
   const qkv_code_matrix matrix = matrix_of(coder, block);
   const size_t dim = coder->dim;
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX], shared[QKV_QUERY_BLOCK];
@@ -108,7 +108,7 @@ static void polarquant_scores(const qkv_part_coder *coder, const uint8_t *block,
   qkv_kernels_get()->scale_factors(queries, of.deviations, of.means, n, dim, turned, shared);
   qkv_hadamard_forward(turned, n, dim);
   memset(scores, 0, n * QKV_PAGE_TOKENS * sizeof *scores);
-  qkv_mix(&matrix, turned, n, scores, QKV_PAGE_TOKENS);
+  qkvi_part_mix(&matrix, turned, n, precision, scores, QKV_PAGE_TOKENS);
   for (size_t i = 0; i < n; i++) {
     float *row = scores + i * QKV_PAGE_TOKENS;
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) row[t] = shared[i] + of.rms[t] * row[t];
@@ -116,7 +116,7 @@ static void polarquant_scores(const qkv_part_coder *coder, const uint8_t *block,
 }
 
 static void polarquant_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                                  float *sums) {
+                                  qkv_precision precision, float *sums) {
   const qkv_code_matrix matrix = matrix_of(coder, block);
   const size_t dim = coder->dim;
   float turned[QKV_QUERY_BLOCK * QKV_DIM_MAX], scaled[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
@@ -125,7 +125,7 @@ static void polarquant_accumulate(const qkv_part_coder *coder, const uint8_t *bl
   read_channels(coder, block, &of);
   memset(turned, 0, n * dim * sizeof *turned);
   qkv_kernels_get()->scale_factors(weights, of.rms, qkvi_weights_alike, n, QKV_PAGE_TOKENS, scaled, totals);
-  qkv_mix(&matrix, scaled, n, turned, dim);
+  qkvi_part_mix(&matrix, scaled, n, precision, turned, dim);
   qkv_hadamard_inverse(turned, n, dim);
   for (size_t i = 0; i < n; i++) {
     for (size_t c = 0; c < dim; c++)

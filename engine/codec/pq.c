@@ -94,7 +94,8 @@ static void pq_query(const qkv_part_coder *coder, const float *queries, size_t n
 }
 
 static void pq_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                      float *scores) {
+                      qkv_precision precision, float *scores) {
+  (void)precision;  // sums of table entries, in floats
   const qkv_pq_book *book = book_of(coder);
   const size_t subs = subs_of(coder), width = book->width;
   const lanes *ready = (const lanes *)queries;
@@ -130,7 +131,8 @@ static inline void add_points(const float *points, size_t width, const uint8_t *
 }
 
 static void pq_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                          float *sums) {
+                          qkv_precision precision, float *sums) {
+  (void)precision;  // sums of table entries, in floats
   const qkv_pq_book *book = book_of(coder);
   float sizes[QKV_PAGE_TOKENS];
   qkvi_sizes_read(block, sizes);

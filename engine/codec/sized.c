@@ -23,11 +23,11 @@ static qkv_code_matrix matrix_of(const qkv_part_coder *coder, const uint8_t *blo
 }
 
 void qkvi_sized_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                       float *scores) {
+                       qkv_precision precision, float *scores) {
   const qkv_code_matrix matrix = matrix_of(coder, block);
   float sizes[QKV_PAGE_TOKENS];
   memset(scores, 0, n * QKV_PAGE_TOKENS * sizeof *scores);
-  qkv_mix(&matrix, queries, n, scores, QKV_PAGE_TOKENS);
+  qkvi_part_mix(&matrix, queries, n, precision, scores, QKV_PAGE_TOKENS);
   qkvi_sizes_read(block, sizes);
   for (size_t i = 0; i < n; i++) {
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) scores[i * QKV_PAGE_TOKENS + t] *= sizes[t];
@@ -35,7 +35,7 @@ void qkvi_sized_scores(const qkv_part_coder *coder, const uint8_t *block, const 
 }
 
 void qkvi_sized_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                           float *sums) {
+                           qkv_precision precision, float *sums) {
   const qkv_code_matrix matrix = matrix_of(coder, block);
   float sizes[QKV_PAGE_TOKENS], scaled[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
   qkvi_sizes_read(block, sizes);
@@ -43,7 +43,7 @@ void qkvi_sized_accumulate(const qkv_part_coder *coder, const uint8_t *block, co
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++)
       scaled[i * QKV_PAGE_TOKENS + t] = weights[i * QKV_PAGE_TOKENS + t] * sizes[t];
   }
-  qkv_mix(&matrix, scaled, n, sums, coder->dim);
+  qkvi_part_mix(&matrix, scaled, n, precision, sums, coder->dim);
 }
 
 void qkvi_sized_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows) {

@@ -17,9 +17,9 @@ size_t qkvi_sized_bytes(const qkv_part_coder *coder);
 void qkvi_sized_write(const qkv_part_coder *coder, const float *sizes, const uint8_t *codes, uint8_t *block);
 // As of qkv_part_codec, of rows as they were coded.
 void qkvi_sized_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                       float *scores);
+                       qkv_precision precision, float *scores);
 void qkvi_sized_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
-                           float *sums);
+                           qkv_precision precision, float *sums);
 void qkvi_sized_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows);
 // Whether a slot has this size, as it would be stored, and these codes [dim].
 bool qkvi_sized_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, float size,

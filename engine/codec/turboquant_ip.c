@@ -97,11 +97,12 @@ static void ip_query(const qkv_part_coder *coder, const float *queries, size_t n
 }
 
 static void ip_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
-                      float *scores) {
+                      qkv_precision precision, float *scores) {
   const qkv_part_coder first = first_of(coder), signs = signs_of(coder);
   float corrections[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS];
-  qkvi_sized_scores(&first, block, queries, n, scores);
-  qkvi_sized_scores(&signs, block + signs_offset(coder), queries + n * coder->dim, n, corrections);
+  if (!qkvi_part_in_integers(coder->bits, precision)) precision = QKV_PRECISION_FP32;  // signs are of one bit
+  qkvi_sized_scores(&first, block, queries, n, precision, scores);
+  qkvi_sized_scores(&signs, block + signs_offset(coder), queries + n * coder->dim, n, precision, corrections);
   for (size_t i = 0; i < n * QKV_PAGE_TOKENS; i++) scores[i] += corrections[i];
 }
 

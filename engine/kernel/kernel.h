@@ -216,6 +216,7 @@ typedef struct qkv_kernels {
   QKV_DECLARE_SCORE_OUTLIERS((*score_outliers));
   QKV_DECLARE_WEIGH_OUTLIERS((*weigh_outliers));
   QKV_DECLARE_MIX((*mix));
+  QKV_DECLARE_MIX((*mix_integer));
   QKV_DECLARE_SCALE_FACTORS((*scale_factors));
   QKV_DECLARE_SUM_ENTRIES((*sum_entries));
 } qkv_kernels;

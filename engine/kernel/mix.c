@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "engine/kernel/kernel.h"
+#include "engine/kernel/mix_plain.h"
 
 enum { LANES = QKV_MIX_LANES, STEPS = 8 };
 
@@ -90,4 +91,43 @@ QKV_DECLARE_MIX(qkvi_mix_reference) {
 
 QKV_DECLARE_MIX(qkv_mix) {
   qkv_kernels_get()->mix(matrix, factors, n, out, stride);
+}
+
+// Rounds factors [steps]; their sum is the result.
+static int32_t round_factors(const float *factors, size_t steps, int8_t *whole, float *scale) {
+  float largest = 0;
+  int32_t total = 0;
+  for (size_t s = 0; s < steps; s++) largest = fmaxf(largest, fabsf(factors[s]));
+  const float inverse = mix_inverse_plain(largest, scale);
+  for (size_t s = 0; s < steps; s++) {
+    whole[s] = (int8_t)lrintf(factors[s] * inverse);
+    total += whole[s];
+  }
+  return total;
+}
+
+QKV_DECLARE_MIX(qkvi_mix_integer_reference) {
+  enum { ROWS = 8 };
+  uint8_t codes[LANES * QKV_DIM_MAX];
+  int8_t whole[ROWS][QKV_DIM_MAX];
+  int32_t totals[ROWS];
+  float scales[ROWS];
+  mix_bytes table;
+  const size_t steps = matrix->steps, rows = n < ROWS ? n : ROWS;
+  mix_bytes_plain(matrix, &table);
+  for (size_t i = 0; i < rows; i++) totals[i] = round_factors(factors + i * steps, steps, whole[i], &scales[i]);
+  for (size_t lane = 0; lane < matrix->lanes; lane += LANES) {
+    qkv_mix_unpack(matrix->codes + lane * steps * matrix->bits / 8, LANES, steps, matrix->bits, codes);
+    for (size_t i = 0; i < rows * LANES; i++) {
+      int32_t sum = 0;
+      for (size_t s = 0; s < steps; s++) sum += whole[i / LANES][s] * table.bytes[codes[i % LANES * steps + s]];
+      out[i / LANES * stride + lane + i % LANES] +=
+          (float)(2 * sum - table.middle * totals[i / LANES]) * (scales[i / LANES] * table.half_step);
+    }
+  }
+  if (n > rows) qkvi_mix_integer_reference(matrix, factors + rows * steps, n - rows, out + rows * stride, stride);
+}
+
+QKV_DECLARE_MIX(qkv_mix_integer) {
+  qkv_kernels_get()->mix_integer(matrix, factors, n, out, stride);
 }

@@ -13,6 +13,7 @@
 //
 // The scalar reference defines the numbers: fp32, a step is multiplied and added with one rounding; every other
 // version gives the same bits.
+//
 // Threads: pure functions.
 #ifndef QKV_ENGINE_KERNEL_MIX_H
 #define QKV_ENGINE_KERNEL_MIX_H
@@ -43,6 +44,21 @@ QKV_DECLARE_MIX(qkv_mix);
 QKV_DECLARE_MIX(qkvi_mix_reference);
 QKV_DECLARE_MIX(qkvi_mix_avx512);
 QKV_DECLARE_MIX(qkvi_mix_avx2);  // which has what is left of wider vectors
+
+// The same in whole numbers, of codes of up to four bits: a row's factors are rounded to multiples of its largest
+// magnitude / 127, the values of a table to multiples of their largest magnitude / 63, and codes without a table
+// count from their middle,
+//
+//   out[i][lane] += sum over steps of factors[i][step] * (code[step][lane] - (2^bits - 1) / 2)
+//
+// Sums are exact, so that the order does not matter. What rounding adds to the squared error of the codes themselves,
+// of Gaussian factors: 1 to 2 % at four bits, less at fewer (tests/engine/kernel/mix_test.c). `steps` is at most
+// QKV_DIM_MAX.
+#define QKV_MIX_INTEGER_BITS 4
+#define QKVI_MIX_VALUE_MOST 63.0f  // two products of such a value plus 64 with factors fit 16 bits
+QKV_DECLARE_MIX(qkv_mix_integer);
+
+QKV_DECLARE_MIX(qkvi_mix_integer_reference);
 
 // Of codes whose values are zero + scale * code, with scales and zeros [steps] of the steps: scaled [n][steps], the
 // factors [n][steps] times the scales, for the matrix of plain codes, and shares [n], sums of factors times zeros:

@@ -29,6 +29,11 @@ static void check_mix_of(checking *c, size_t lanes, size_t steps, unsigned bits,
   qkv_kernels_at(0)->mix(&matrix, (float *)factors.data, n, (float *)expected.data, stride);
   c->variant->mix(&matrix, (float *)factors.data, n, (float *)got.data, stride);
   check_same(c, "mix", &shape, n, &expected, &got);
+  if (bits <= QKV_MIX_INTEGER_BITS) {
+    qkv_kernels_at(0)->mix_integer(&matrix, (float *)factors.data, n, (float *)expected.data, stride);
+    c->variant->mix_integer(&matrix, (float *)factors.data, n, (float *)got.data, stride);
+    check_same(c, "mix_integer", &shape, n, &expected, &got);
+  }
   guarded_free(&codes);
   guarded_free(&values);
   guarded_free(&factors);

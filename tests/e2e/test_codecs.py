@@ -80,6 +80,8 @@ def test_rows_and_attention(cache):
             out, lse = cache.attend(TOKENS - count, query, layer=layer)
             expected, expected_lse = attention(query, k, v, TOKENS - count)
             assert np.allclose(out, expected, atol=2e-5) and np.allclose(lse, expected_lse, atol=2e-5)
+            quick, quick_lse = cache.attend(TOKENS - count, query, layer=layer, in_floats=False)
+            assert error(expected, quick) < 0.002 and np.allclose(quick_lse, expected_lse, atol=0.05)
 
 
 def test_repeated_and_other_rows(cache):

@@ -264,6 +264,7 @@ const qkv_kernels VARIANT(qkvi_kernels) = {
     .score_outliers = score_outliers_plain,
     .weigh_outliers = weigh_outliers_plain,
     .mix = qkvi_mix_reference,
+    .mix_integer = qkvi_mix_integer_reference,
     .scale_factors = scale_factors_plain,
     .sum_entries = qkvi_sum_entries_reference,
 };

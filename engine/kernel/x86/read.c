@@ -310,6 +310,7 @@ const qkv_kernels VARIANT(qkvi_kernels) = {
     .score_outliers = VARIANT(qkvi_score_outliers),
     .weigh_outliers = VARIANT(qkvi_weigh_outliers),
     .mix = VARIANT(qkvi_mix),
+    .mix_integer = VARIANT(qkvi_mix_integer),
     .scale_factors = VARIANT(qkvi_scale_factors),
     .sum_entries = VARIANT(qkvi_sum_entries),
 };

@@ -41,6 +41,7 @@ QKV_DECLARE_ACCUMULATE_INTEGER(VARIANT(qkvi_accumulate_integer));
 QKV_DECLARE_SCORE_OUTLIERS(VARIANT(qkvi_score_outliers));
 QKV_DECLARE_WEIGH_OUTLIERS(VARIANT(qkvi_weigh_outliers));
 QKV_DECLARE_MIX(VARIANT(qkvi_mix));
+QKV_DECLARE_MIX(VARIANT(qkvi_mix_integer));
 QKV_DECLARE_SCALE_FACTORS(VARIANT(qkvi_scale_factors));
 QKV_DECLARE_SUM_ENTRIES(VARIANT(qkvi_sum_entries));
 
