@@ -8,6 +8,7 @@
 #include "engine/codec/embedded.h"
 #include "engine/codec/int8.h"
 #include "engine/codec/kivi.h"
+#include "engine/codec/outlier_channels.h"
 #include "engine/codec/polarquant.h"
 #include "engine/codec/pq.h"
 #include "engine/codec/running_u8.h"
@@ -46,11 +47,18 @@ static const qkv_codec exact = {.id = 0,
                                 .destroy = free};
 
 static const qkv_codec *const codecs[] = {
-    &qkvi_codec_embedded,      &exact,
-    &qkvi_codec_kivi,          &qkvi_codec_turboquant,
-    &qkvi_codec_polarquant,    &qkvi_codec_running_u8,
-    &qkvi_codec_turboquant_ip, &qkvi_codec_pq,
-    &qkvi_codec_int8,          &qkvi_codec_commvq,
+    &qkvi_codec_embedded,
+    &exact,
+    &qkvi_codec_kivi,
+    &qkvi_codec_turboquant,
+    &qkvi_codec_polarquant,
+    &qkvi_codec_running_u8,
+    &qkvi_codec_turboquant_ip,
+    &qkvi_codec_pq,
+    &qkvi_codec_int8,
+    &qkvi_codec_commvq,
+    &qkvi_codec_turboquant_outliers,
+    &qkvi_codec_turboquant_ip_outliers,
 };
 enum { CODECS = sizeof codecs / sizeof *codecs };
 

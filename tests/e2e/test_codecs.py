@@ -26,6 +26,8 @@ CODECS = {
                                 turboquant=model_pb2.Turboquant(rotation=2)), 0.035, 0.12),
     "turboquant-ip": (POLICY(codec="turboquant-ip", bits_k=4, bits_v=4, turboquant_ip=model_pb2.Turboquant(rotation=2)),
                       0.055, 0.0095),
+    "turboquant-outliers": (POLICY(codec="turboquant-outliers", bits_k=4, bits_v=2), 0.03, 0.31),
+    "turboquant-ip-outliers": (POLICY(codec="turboquant-ip-outliers", bits_k=3, bits_v=3), 0.46, 0.1),
     "pq": (POLICY(codec="pq", bits_k=4, bits_v=2), 0.0095, 0.105),
     "commvq": (POLICY(codec="commvq", bits_k=2, bits_v=1), 0.13, 0.38),
     "int8": (POLICY(codec="int8", bits_k=8, bits_v=8), 5e-5, 5e-5),

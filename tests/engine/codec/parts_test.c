@@ -142,6 +142,10 @@ static const way ways[] = {
     {"commvq", NULL, 2, 1, 0},
     {"commvq", "kivi", 2, 4, 0},
     {"kivi", "commvq", 2, 2, 0},
+    {"turboquant-outliers", NULL, 1, 4, 0},
+    {"turboquant-outliers", "kivi", 3, 2, 0},
+    {"turboquant-ip-outliers", "turboquant-outliers", 2, 3, 0},
+    {"turboquant-ip-outliers", "turboquant", 4, 2, 0},
     {"polarquant", NULL, 2, 3, 0},
     {"polarquant", NULL, 4, 5, 2},
     {"running-u8", NULL, 8, 8, 0},
@@ -424,6 +428,8 @@ static void golden_pages_stay_readable(void **state) {
   check_golden("parts_v1_pq_k2_v4.bin", &(way){"pq", NULL, 2, 4, 0}, 50);
   check_golden("parts_v1_commvq_k2_v1.bin", &(way){"commvq", NULL, 2, 1, 0}, 50);
   check_golden("parts_v1_int8.bin", &(way){"int8", NULL, 8, 8, 0}, 64);
+  check_golden("parts_v1_turboquant-outliers_k2_v3.bin", &(way){"turboquant-outliers", NULL, 2, 3, 0}, 50);
+  check_golden("parts_v1_turboquant-ip-outliers_k3_v2.bin", &(way){"turboquant-ip-outliers", NULL, 3, 2, 0}, 40);
   check_golden("parts_v1_polarquant_k4_v2.bin", &(way){"polarquant", NULL, 4, 2, 0}, 64);
   check_golden("parts_v1_running-u8.bin", &(way){"running-u8", NULL, 8, 8, 0}, 64);
   check_golden("parts_v1_turboquant_k3_kivi_v2.bin", &(way){"turboquant", "kivi", 3, 2, 0}, 64);

@@ -63,7 +63,8 @@ class Rope:
 
 
 Codec = Literal[
-    "", "embedded", "exact", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq"
+    "", "embedded", "exact", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq",
+    "turboquant-outliers", "turboquant-ip-outliers"
 ]
 Rotation = Literal["", "hadamard", "dense"]
 
