@@ -3,14 +3,16 @@
 // A job is a range of a request, a KV head, and as many rows as a kernel takes. Calls are filled with the jobs of all
 // requests, as long as these want the same kernel. A range counts as computed once all of its jobs are.
 //
-//   input    ranges [jobs_max] | merges [jobs_max] | queries of a request, seen tokens of its jobs | of the next ...
-//   scratch  partial results of runs [jobs_max][8]
+//   input    ranges [jobs_max] | merges [jobs_max] | turns [jobs_max] of calibrated shapes |
+//            queries of a request, seen tokens of its jobs | of the next ...
+//   scratch  partial results of a job's runs [8], of calibrated shapes turned queries of its pages | of the next ...
 //   output   partial results of jobs [jobs_max]
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine/cache/attend_internal.h"
+#include "engine/cache/device_image.h"
 #include "engine/codec/embedded_internal.h"
 
 enum { CALLS_MAX = 16, ALIGN = 16 };
@@ -41,7 +43,7 @@ typedef struct filled_call {
   bool submitted;
   size_t place;              // of the request whose queries are in it last
   size_t queries;            // offset of these
-  size_t filled;             // bytes of the input
+  size_t filled, scratch;    // bytes of the input and of the scratch memory
   uint32_t count, jobs_max;  // jobs
   device_job *jobs;
 } filled_call;
@@ -57,29 +59,6 @@ struct qkvi_device_work {
 };
 
 // ---- Which ranges ----
-
-bool qkv_device_takes_coder(const qkv_coder *coder) {
-  if (coder->codec->id != QKV_CODEC_EMBEDDED || coder->calibration != 0) return false;
-  if (qkv_embedded(coder)->frame != QKV_FRAME_PLAIN || coder->key_dim != coder->value_dim) return false;
-  return coder->key_dim == 64 || coder->key_dim == 128;
-}
-
-static bool takes_tiers(const uint8_t tiers[QKV_PAGE_GROUPS]) {
-  for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    if (tiers[g] == 0 || tiers[g] % QKV_TIER_BIT != 0 || tiers[g] > 4 * QKV_TIER_BIT) return false;
-  }
-  return true;
-}
-
-bool qkv_device_takes_image(const qkv_coder *coder, const void *image) {
-  const qkv_page_header *header = image;
-  if ((header->features & ~QKV_FEATURE_OUTLIERS) != 0) return false;
-  for (uint16_t h = 0; h < coder->kv_heads; h++) {
-    const qkv_page_directory *entry = qkv_page_entry_of(image, h);
-    if (!takes_tiers(entry->tier_k) || !takes_tiers(entry->tier_v)) return false;
-  }
-  return true;
-}
 
 bool qkvi_device_may(const qkv_attend *request) {
   return request->layer->config.device != NULL && !request->host_only &&
@@ -187,23 +166,49 @@ const bool *const *qkvi_device_taken(const qkvi_device_work *work) {
 // Those of all KV heads of a request, in blocks of as many rows as the kernel takes.
 typedef struct device_queries {
   const qkv_simt_shape *shape;
+  qkv_device_layout layout;                               // of copies of the coder's ranges
   size_t blocks, rows;                                    // of a KV head
   size_t bytes;                                           // of all of them
-  uint8_t *data;                                          // [kv_heads][blocks][QKV_SIMT_QUERY_BYTES]
+  uint8_t *data;                                          // [kv_heads][blocks][qkv_simt_query_bytes]
   uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
 } device_queries;
+
+static const qkv_simt_shape *shape_of(const qkv_coder *coder, const qkvi_embedded_queries *own, size_t rows) {
+  if (coder->calibration != 0) return qkv_simt_shape_calibrated(coder->key_dim);
+  return qkv_simt_shape_for(coder->key_dim, own->integers.parts, own->weight_bytes, (unsigned)rows);
+}
+
+void qkvi_device_queries(const qkv_coder *coder, const qkv_query_block *block, size_t first, size_t count,
+                         uint8_t *out) {
+  const qkvi_embedded_queries *own = (const qkvi_embedded_queries *)(const void *)block->own;
+  const qkv_walk *walk = &own->blocks;
+  const size_t dim = coder->key_dim;
+  const bool turns = qkv_embedded(coder)->frame == QKV_FRAME_ATTEND;
+  qkv_simt_frame_queries head = {.query_limit = own->query_limit,
+                                 .weight_limit = own->weight_bytes == 1 ? 255.0f : 65535.0f};
+  uint8_t *behind;
+  for (size_t i = 0; turns && i < count; i++) {
+    head.factors[i] = walk->factors[first + i];
+    head.scales[i] = walk->scales[first + i];
+    head.shares[i] = walk->shares[first + i];
+  }
+  qkv_simt_frame_queries_fill(&head, block->rows + first * dim, count, dim, out, &behind);
+  if (!turns) return qkv_simt_turned_fill(&own->integers, own->shares, first, count, behind);
+  const size_t each = 2 * qkv_phases_waves(walk->phases)->stride;
+  memcpy(behind, walk->products + first * each, count * each * sizeof *walk->products);
+}
 
 static bool add_head(const qkvi_head_task *task, const qkv_coder *coder, device_queries *queries) {
   _Alignas(64) qkvi_row_block block;
   qkvi_attend_load(task, &block, 0, queries->rows);
   coder->codec->query(coder, task->kv_head, &block.queries);
   const qkvi_embedded_queries *own = qkvi_own(&block.queries);
-  const qkv_simt_shape *shape =
-      qkv_simt_shape_for(coder->key_dim, own->integers.parts, own->weight_bytes, (unsigned)queries->rows);
+  const qkv_simt_shape *shape = shape_of(coder, own, queries->rows);
   if (shape == NULL || (queries->shape != NULL && queries->shape != shape)) return false;
-  const size_t bytes = QKV_SIMT_QUERY_BYTES(shape->dim);
+  const size_t bytes = qkv_simt_query_bytes(shape);
   if (queries->shape == NULL) {
     queries->shape = shape;
+    queries->layout = qkv_device_layout_of(coder);
     queries->blocks = (queries->rows + shape->rows - 1) / shape->rows;
     queries->bytes = queries->blocks * task->model->kv_heads * bytes;
     queries->data = malloc(queries->bytes);
@@ -213,8 +218,13 @@ static bool add_head(const qkvi_head_task *task, const qkv_coder *coder, device_
   if (queries->data == NULL) return false;
   for (size_t b = 0; b < queries->blocks; b++) {
     const size_t first = b * shape->rows, left = queries->rows - first;
-    qkv_simt_queries_fill(shape, &own->integers, block.queries.rows, first, left < shape->rows ? left : shape->rows,
-                          queries->data + (task->kv_head * queries->blocks + b) * bytes);
+    const size_t count = left < shape->rows ? left : shape->rows;
+    uint8_t *out = queries->data + (task->kv_head * queries->blocks + b) * bytes;
+    if (shape->turn != NULL) {
+      qkvi_device_queries(coder, &block.queries, first, count, out);
+    } else {
+      qkv_simt_queries_fill(shape, &own->integers, block.queries.rows, first, count, out);
+    }
   }
   return true;
 }
@@ -245,24 +255,32 @@ static size_t merges_at(const filled_call *to) {
   return aligned(to->jobs_max * sizeof(qkv_simt_range));
 }
 
-static void submit(filled_call *to) {
-  const qkv_simt_attend_args attend = {
-      .ranges = pointer(to->call.input_address), .tables = pointer(to->call.tables_address), .count = to->count};
-  const qkv_simt_merge_args merge = {.merges = pointer(to->call.input_address + merges_at(to)),
-                                     .count = to->count,
-                                     .dim = to->shape->dim,
-                                     .rows = to->shape->rows};
-  if (to->count == 0 || to->submitted) return;
-  to->submitted = to->device->submit(to->device, &to->call, to->shape, &attend, &merge);
+static size_t turns_at(const filled_call *to) {
+  return merges_at(to) + aligned(to->jobs_max * sizeof(qkv_simt_merge));
 }
 
-// As many jobs as there is memory for results, and at most half of the input for ranges and merges.
+static size_t turns_bytes(const filled_call *to) {
+  return to->shape->turn == NULL ? 0 : aligned(to->jobs_max * sizeof(qkv_simt_turn));
+}
+
+static void submit(filled_call *to) {
+  const uint64_t input = to->call.input_address;
+  const qkv_device_kernels kernels = {
+      .turn = {.turns = pointer(input + turns_at(to)), .count = to->count},
+      .attend = {.ranges = pointer(input), .tables = pointer(to->call.tables_address), .count = to->count},
+      .merge = {.merges = pointer(input + merges_at(to)),
+                .count = to->count,
+                .dim = to->shape->dim,
+                .rows = to->shape->rows}};
+  if (to->count == 0 || to->submitted) return;
+  to->submitted = to->device->submit(to->device, &to->call, to->shape, &kernels);
+}
+
+// As many jobs as there is memory for results, and half of the input for what describes them.
 static uint32_t most_jobs(const qkv_device_call *call, const qkv_simt_shape *shape) {
-  const size_t partial = QKV_SIMT_PARTIAL_BYTES(shape->dim, shape->rows);
-  size_t most = call->output_bytes / partial;
-  const size_t runs = call->scratch_bytes / (QKV_SIMT_RANGE_RUNS * partial);
-  const size_t entries = call->input_bytes / 2 / (sizeof(qkv_simt_range) + sizeof(qkv_simt_merge));
-  if (runs < most) most = runs;
+  size_t most = call->output_bytes / QKV_SIMT_PARTIAL_BYTES(shape->dim, shape->rows);
+  const size_t entries =
+      call->input_bytes / 2 / (sizeof(qkv_simt_range) + sizeof(qkv_simt_merge) + sizeof(qkv_simt_turn));
   return (uint32_t)(entries < most ? entries : most);
 }
 
@@ -274,7 +292,7 @@ static filled_call *next_call(qkvi_device_work *work, qkv_device *device, const 
   if (!device->begin(device, &to->call)) return NULL;
   to->jobs_max = most_jobs(&to->call, shape);
   to->jobs = malloc((to->jobs_max + 1) * sizeof *to->jobs);
-  to->filled = merges_at(to) + aligned(to->jobs_max * sizeof(qkv_simt_merge));
+  to->filled = turns_at(to) + turns_bytes(to);
   work->call_count++;
   return to->jobs == NULL ? NULL : to;
 }
@@ -283,10 +301,18 @@ static size_t seen_bytes(const device_queries *queries) {
   return aligned(queries->shape->rows * 2 * sizeof(uint16_t));
 }
 
+// Of each of a range's jobs.
+static size_t scratch_bytes(const held_range *held, const qkv_simt_shape *shape) {
+  const size_t turned = shape->turn == NULL ? 0 : QKV_SIMT_TURNED_BYTES((size_t)shape->dim);
+  return aligned(QKV_SIMT_RANGE_RUNS * QKV_SIMT_PARTIAL_BYTES((size_t)shape->dim, shape->rows) +
+                 (held->end - held->first) * turned);
+}
+
 static bool fits(const filled_call *to, const held_range *held, const device_queries *queries, size_t jobs) {
   if (to->device != held->device || to->shape != queries->shape || to->submitted) return false;
   const size_t more = (to->place == held->place ? 0 : queries->bytes) + queries->blocks * seen_bytes(queries);
-  return to->count + jobs <= to->jobs_max && to->filled + more <= to->call.input_bytes;
+  return to->count + jobs <= to->jobs_max && to->filled + more <= to->call.input_bytes &&
+         to->scratch + jobs * scratch_bytes(held, to->shape) <= to->call.scratch_bytes;
 }
 
 // A call that has memory for all jobs of a range; NULL: there is none.
@@ -318,6 +344,25 @@ static void put_seen(const qkvi_device_work *work, const held_range *held, const
   }
 }
 
+// Of a calibrated shape: what turns the job's queries, to `turned`.
+static void add_turn(filled_call *to, const held_range *held, const device_queries *queries, uint64_t turned,
+                     qkv_simt_range *range) {
+  const qkv_device_layout *layout = &queries->layout;
+  const uint32_t step = layout->turns ? QKV_SIMT_TURNED_BYTES(to->shape->dim) : 0;
+  uint8_t *head = pointer(held->pages + layout->heads + range->kv_head * layout->head_bytes);
+  qkv_simt_turn *turn = (qkv_simt_turn *)(void *)(to->call.input + turns_at(to)) + to->count;
+  range->turned = pointer(turned - (uint64_t)held->first * step);
+  range->turned_step = step;
+  range->steps = (const float *)(const void *)head;
+  *turn = (qkv_simt_turn){.queries = range->queries,
+                          .frame = layout->turns ? pointer(held->pages + layout->frame) : NULL,
+                          .head = head,
+                          .pages = range->pages,
+                          .turned = pointer((uintptr_t)range->turned),
+                          .first = held->first,
+                          .end = held->end};
+}
+
 static void add_job(filled_call *to, const held_range *held, const device_queries *queries, const device_job *job,
                     uint64_t seen) {
   const qkv_simt_shape *shape = queries->shape;
@@ -325,19 +370,22 @@ static void add_job(filled_call *to, const held_range *held, const device_querie
   const size_t block = job->kv_head * queries->blocks + job->first_row / shape->rows;
   qkv_simt_range *range = (qkv_simt_range *)(void *)to->call.input + to->count;
   qkv_simt_merge *merge = (qkv_simt_merge *)(void *)(to->call.input + merges_at(to)) + to->count;
-  uint8_t *runs = pointer(to->call.scratch_address + to->count * QKV_SIMT_RANGE_RUNS * partial);
-  *range = (qkv_simt_range){
-      .pages = pointer(held->pages),
-      .queries = pointer(to->call.input_address + to->queries + block * QKV_SIMT_QUERY_BYTES(shape->dim)),
-      .seen = held->whole ? NULL : pointer(seen),
-      .partials = runs,
-      .first = held->first,
-      .end = held->end,
-      .kv_head = job->kv_head};
+  const uint64_t scratch = to->call.scratch_address + to->scratch;
+  uint8_t *runs = pointer(scratch);
+  *range =
+      (qkv_simt_range){.pages = pointer(held->pages),
+                       .queries = pointer(to->call.input_address + to->queries + block * qkv_simt_query_bytes(shape)),
+                       .seen = held->whole ? NULL : pointer(seen),
+                       .partials = runs,
+                       .first = held->first,
+                       .end = held->end,
+                       .kv_head = job->kv_head};
   *merge = (qkv_simt_merge){.partials = runs,
                             .out = pointer(to->call.output_address + to->count * partial),
                             .first = held->first / QKV_SIMT_RUN_PAGES,
                             .end = (held->end - 1) / QKV_SIMT_RUN_PAGES + 1};
+  if (shape->turn != NULL) add_turn(to, held, queries, scratch + QKV_SIMT_RANGE_RUNS * partial, range);
+  to->scratch += scratch_bytes(held, shape);
   to->jobs[to->count++] = *job;
 }
 

@@ -176,6 +176,10 @@ bool qkvi_device_may(const qkv_attend *request);
 qkvi_device_work *qkvi_device_find(const qkv_attend *requests, size_t count);
 const bool *const *qkvi_device_taken(const qkvi_device_work *work);
 void qkvi_device_start(qkvi_device_work *work);
+// Rows [first, first + count) of a block whose queries are ready for their coder, which is calibrated, as kernels
+// take them: `out` [QKV_SIMT_FRAME_QUERY_BYTES(key_dim)].
+void qkvi_device_queries(const qkv_coder *coder, const qkv_query_block *block, size_t first, size_t count,
+                         uint8_t *out);
 void qkvi_device_finish(qkvi_device_work *work, const qkvi_device_results *results);
 void qkvi_device_clear(qkvi_device_work **work);
 

@@ -45,9 +45,17 @@ typedef struct qkv_device_call {
   uint64_t tables_address;  // qkv_simt_tables
 } qkv_device_call;
 
+// Arguments of the kernels.
+typedef struct qkv_device_kernels {
+  qkv_simt_turn_args turn;  // of calibrated shapes
+  qkv_simt_attend_args attend;
+  qkv_simt_merge_args merge;
+} qkv_device_kernels;
+
 struct qkv_device {
-  // Counts an attend of these pages. Where the device has copies of all of them: the address of the list of images by
-  // their index in the range, which stays until release(copy). Else 0, and *copy is not set.
+  // Counts an attend of these pages. Where the device has copies of all of them: the address of what device_image.h
+  // says, which begins with the list of images by their index in the range, and stays until release(copy). Else 0,
+  // and *copy is not set.
   uint64_t (*hold)(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **copy);
   void (*release)(qkv_device *device, qkv_device_copy *copy);
   // The range has other images, or will be gone: its address may be another range's afterwards.
@@ -55,16 +63,11 @@ struct qkv_device {
 
   // False: all calls are in use, or the device fails. Between begin and end the caller has at least one copy.
   bool (*begin)(qkv_device *device, qkv_device_call *call);
-  // Runs the attend kernel of a shape, then the merge kernel. False: it does not.
+  // Runs, of a calibrated shape, the turn kernel, then the attend kernel and the merge kernel. False: it does not.
   bool (*submit)(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
-                 const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge);
+                 const qkv_device_kernels *kernels);
   bool (*wait)(qkv_device *device, qkv_device_call *call);
   void (*end)(qkv_device *device, qkv_device_call *call);
 };
-
-// Whether the kernels take the pages of a coder, and this image of one.
-struct qkv_coder;
-bool qkv_device_takes_coder(const struct qkv_coder *coder);
-bool qkv_device_takes_image(const struct qkv_coder *coder, const void *image);
 
 #endif

@@ -198,6 +198,38 @@ void qkv_walk_exact(qkv_walk *walk, uint64_t position, const float *queries, flo
   qkv_kernels_get()->multiply(walk->transform->synthesis, walk->dim, walk->coordinates, codes, walk->n);
 }
 
+// ---- Turns of a page ----
+
+static void join_turns(qkv_pair_turns base, qkv_pair_turns on, size_t first, size_t end, float *cosines,
+                       float *sines) {
+  for (size_t pair = first; pair < end; pair++) {
+    cosines[pair] = base.cosines[pair] * on.cosines[pair] - base.sines[pair] * on.sines[pair];
+    sines[pair] = base.cosines[pair] * on.sines[pair] + base.sines[pair] * on.cosines[pair];
+  }
+}
+
+bool qkv_walk_turns(const qkv_phases *phases, const qkv_turn_plan *plan, uint64_t position,
+                    qkv_walk_page_turns *turns) {
+  float buffer[QKV_DIM_MAX];
+  if (!qkv_phases_steady(phases, position) || position + QKV_PAGE_TOKENS / 2 >= FAR) return false;
+  if (turns == NULL) return true;
+  for (size_t pair = 0; pair < plan->begins[0]; pair++) {
+    turns->cosines[0][pair] = 1;
+    turns->sines[0][pair] = 0;
+  }
+  for (unsigned level = 0; level < QKV_TURN_LEVELS; level++) {
+    const uint64_t middle = qkv_turn_middle(qkv_turn_block(position, level), level);
+    const uint64_t base = middle / QKV_TURN_SPAN * QKV_TURN_SPAN;
+    join_turns(qkv_phases_turns_at(phases, base, buffer),
+               qkv_phases_half_pages(phases, (size_t)(middle - base) / (QKV_PAGE_TOKENS / 2)), plan->begins[level],
+               plan->begins[level + 1], turns->cosines[0], turns->sines[0]);
+  }
+  const size_t page = position / QKV_PAGE_TOKENS % QKV_PHASES_PAGES;
+  join_turns(qkv_phases_turns_at(phases, position - page * QKV_PAGE_TOKENS, buffer), qkv_phases_middle(phases, page),
+             0, qkv_phases_rope(phases)->width / 2, turns->cosines[1], turns->sines[1]);
+  return true;
+}
+
 // ---- Scores ----
 
 static void add_shares(const qkv_walk *walk, float *scores) {

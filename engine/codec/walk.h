@@ -53,6 +53,14 @@ void qkv_walk_start(qkv_walk *walk, const qkv_phases *phases, const qkv_transfor
 void qkv_walk_codes(qkv_walk *walk, uint64_t position, float *codes);
 // The same in floats, from the queries again.
 void qkv_walk_exact(qkv_walk *walk, uint64_t position, const float *queries, float *codes);
+// What a page's queries are turned by, cosines and sines of all pairs, first to where the plan turns them (plain ones
+// not at all), then to the page's middle: qkv_walk_codes and qkv_walk_add_scores have the same bits. False: they turn
+// otherwise, as rows have frequencies of their own or are far away. `turns` NULL: only that.
+typedef struct qkv_walk_page_turns {
+  float cosines[2][QKV_DIM_MAX / 2], sines[2][QKV_DIM_MAX / 2];
+} qkv_walk_page_turns;
+bool qkv_walk_turns(const qkv_phases *phases, const qkv_turn_plan *plan, uint64_t position,
+                    qkv_walk_page_turns *turns);
 // scores[n][64] += what mean and anchor add.
 void qkv_walk_add_scores(qkv_walk *walk, uint64_t position, float *scores);
 

@@ -5,12 +5,17 @@
 #include "server/gpu/internal.h"
 
 enum {
-  SHAPES = 8,  // of QKV_SIMT_SHAPES; the merge kernel comes behind them
+  // In the order of qkv_simt_shape_at(), then those that turn queries for calibrated shapes, and that which merges.
+  SHAPES = 8,
+  CALIBRATED = 2,
+  TURN = SHAPES + CALIBRATED,
+  MERGE = TURN + CALIBRATED,
   SCRATCH_PART = 64,
   INPUT_BYTES = 512 << 10,
   WARP = 32,
 };
-#define SCRATCH_MAX (UINT64_C(8) << 20)  // results of the runs of 500 ranges at 128 coordinates and four rows
+// Results of the runs of 500 ranges at 128 coordinates and four rows; of a calibrated code, with its queries, of 56.
+#define SCRATCH_MAX (UINT64_C(8) << 20)
 
 // An eighth of the memory for all calls, at most.
 uint64_t qkvi_gpu_scratch_bytes(uint64_t memory_bytes) {
@@ -25,11 +30,16 @@ static size_t output_bytes(const qkvi_gpu *gpu) {
 void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config) {
 #define KERNEL(dim, rows, query_parts, weight_parts) \
   {"qkv_simt_attend_" #dim "x" #rows "_q" #query_parts "w" #weight_parts, QKV_SIMT_SHARED_BYTES(dim)},
-  static const qkv_gpu_kernel kernels[] = {QKV_SIMT_SHAPES(KERNEL){"qkv_simt_merge_partials", 0}};
+#define KERNEL_CALIBRATED(dim) {"qkv_simt_calibrated_" #dim, QKV_SIMT_FRAME_SHARED_BYTES(dim)},
+#define KERNEL_TURN(dim) {"qkv_simt_turn_" #dim, QKV_SIMT_TURN_SHARED_BYTES(dim)},
+  static const qkv_gpu_kernel kernels[] = {QKV_SIMT_SHAPES(KERNEL) QKV_SIMT_CALIBRATED(KERNEL_CALIBRATED)
+                                               QKV_SIMT_CALIBRATED(KERNEL_TURN){"qkv_simt_merge_partials", 0}};
 #undef KERNEL
-  _Static_assert(sizeof kernels / sizeof *kernels == SHAPES + 1, "kernels");
+#undef KERNEL_CALIBRATED
+#undef KERNEL_TURN
+  _Static_assert(sizeof kernels / sizeof *kernels == MERGE + 1, "kernels");
   config->kernels = kernels;
-  config->kernel_count = SHAPES + 1;
+  config->kernel_count = MERGE + 1;
   config->calls = QKVI_GPU_CALLS;
   config->input_bytes = INPUT_BYTES;
   config->output_bytes = output_bytes(gpu);
@@ -77,21 +87,29 @@ bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call) {
 static size_t kernel_of(const qkv_simt_shape *shape) {
   size_t n = 0;
   while (qkv_simt_shape_at(n) != shape) n++;
-  assert(n < SHAPES);
+  assert(n < TURN);
   return n;
 }
 
+static qkv_status launch(const qkvi_gpu_slot *slot, const qkv_simt_shape *shape, const qkv_device_kernels *kernels) {
+  const size_t kernel = kernel_of(shape);
+  const qkv_simt_turn_args *turn = &kernels->turn;
+  const qkv_simt_attend_args *attend = &kernels->attend;
+  const qkv_simt_merge_args *merge = &kernels->merge;
+  if (shape->turn != NULL)
+    QKV_TRY(qkv_gpu_launch(slot->call, TURN + kernel - SHAPES, turn->count * QKV_SIMT_TURN_BLOCKS,
+                           QKV_SIMT_WARPS * WARP, turn, sizeof *turn, NULL));
+  QKV_TRY(qkv_gpu_launch(slot->call, kernel, attend->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS,
+                         QKV_SIMT_WARPS * WARP, attend, sizeof *attend, NULL));
+  return qkv_gpu_launch(slot->call, MERGE, merge->count, QKV_SIMT_MERGE_THREADS, merge, sizeof *merge, NULL);
+}
+
 bool qkvi_gpu_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
-                     const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge) {
+                     const qkv_device_kernels *kernels) {
   qkvi_gpu_slot *slot = call->own;
-  const uint32_t blocks = attend->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS;
   slot->began_ns = qkv_stage_now();
-  qkv_status status =
-      qkv_gpu_launch(slot->call, kernel_of(shape), blocks, QKV_SIMT_WARPS * WARP, attend, sizeof *attend, NULL);
-  if (status == QKV_OK)
-    status = qkv_gpu_launch(slot->call, SHAPES, merge->count, QKV_SIMT_MERGE_THREADS, merge, sizeof *merge, NULL);
-  if (status == QKV_OK) return true;
-  (void)qkv_gpu_wait(slot->call, NULL);  // for the kernel that has been launched
+  if (launch(slot, shape, kernels) == QKV_OK) return true;
+  (void)qkv_gpu_wait(slot->call, NULL);  // for what has been launched
   qkvi_gpu_failed(qkvi_gpu_of(device));
   return false;
 }

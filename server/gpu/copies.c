@@ -10,14 +10,10 @@
 #include <utlist.h>
 
 #include "engine/base/histogram.h"
+#include "engine/cache/device_image.h"
 #include "server/gpu/internal.h"
 
-enum { IMAGE_ALIGN = 64, FULL_MS = 100 };
-#define LIST_BYTES (QKV_RANGE_PAGES * sizeof(uint64_t))
-
-static size_t aligned(size_t bytes) {
-  return (bytes + IMAGE_ALIGN - 1) / IMAGE_ALIGN * IMAGE_ALIGN;
-}
+enum { FULL_MS = 100 };
 
 static qkv_device_copy *find(qkvi_gpu *gpu, const qkv_page_range *range) {
   qkv_device_copy *found;
@@ -59,7 +55,6 @@ static bool matches(const qkv_device_copy *copy, const qkv_device_pages *pages) 
 
 typedef struct range_images {
   const void *images[QKV_RANGE_PAGES];
-  uint32_t bytes[QKV_RANGE_PAGES];
   uint64_t serials[QKV_RANGE_PAGES];
   uint32_t count;
   bool fits;  // the kernels take them
@@ -70,34 +65,34 @@ typedef struct range_images {
 static bool find_images(qkv_page_range *range, range_images *found) {
   bool all = true;
   const qkv_page_entry *entries = qkvi_range_entries(range);
-  *found = (range_images){.count = range->count, .fits = true, .total = LIST_BYTES};
+  *found = (range_images){.count = range->count, .fits = qkv_device_takes_coder(range->coder)};
   qkvi_range_lock(range);
   for (uint32_t i = 0; i < found->count && all; i++) {
     found->images[i] = entries[i].page;
-    found->bytes[i] = entries[i].bytes;
     found->serials[i] = entries[i].serial;
     all = found->images[i] != NULL;
   }
   qkvi_range_unlock(range);
-  for (uint32_t i = 0; i < found->count && all; i++) {
-    found->fits &= qkv_device_takes_image(range->coder, found->images[i]);
-    found->total += aligned(found->bytes[i]);
-  }
+  for (uint32_t i = 0; i < found->count && all && found->fits; i++)
+    found->fits = qkv_device_takes_image(range->coder, found->images[i]);
+  if (!all || !found->fits) return all;
+  found->total = qkv_device_layout_of(range->coder).pages;
+  for (uint32_t i = 0; i < found->count; i++) found->total += qkv_device_page_bytes(range->coder, found->images[i]);
   return all;
 }
 
-static uint8_t *copy_images(const range_images *images) {
+static uint8_t *copy_images(const qkv_coder *coder, const range_images *images) {
   uint8_t *buffer = malloc(images->total);
   if (buffer == NULL) return NULL;
   uint64_t *list = (uint64_t *)(void *)buffer;
-  memset(list, 0, LIST_BYTES);
-  size_t at = LIST_BYTES;
+  const qkv_device_layout layout = qkv_device_layout_of(coder);
+  size_t at = layout.pages;
+  qkv_device_fill_tables(coder, buffer);
   for (uint32_t i = 0; i < images->count; i++) {
-    list[i] = at;
-    memcpy(buffer + at, images->images[i], images->bytes[i]);
-    memset(buffer + at + images->bytes[i], 0, aligned(images->bytes[i]) - images->bytes[i]);
-    at += aligned(images->bytes[i]);
+    list[i] = at + layout.image;
+    at += qkv_device_fill_page(coder, images->images[i], buffer + at);
   }
+  assert(at == images->total);
   return buffer;
 }
 
@@ -115,7 +110,7 @@ static void fill(qkvi_gpu *gpu, qkv_device_copy *copy, qkv_page_range *range) {
   range_images images;
   const bool all = find_images(range, &images);
   images.fits &= images.total <= gpu->config.memory_bytes / 2;
-  uint8_t *buffer = all && images.fits ? copy_images(&images) : NULL;
+  uint8_t *buffer = all && images.fits ? copy_images(range->coder, &images) : NULL;
   pthread_mutex_lock(&gpu->lock);
   copy->pages = images.count;
   memcpy(copy->serials, images.serials, sizeof copy->serials);

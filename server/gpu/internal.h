@@ -96,7 +96,7 @@ void qkvi_gpu_destroy_copies(qkvi_gpu *gpu);
 // calls.c: the others; tables and scratch memory, which go with the GPU.
 bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call);
 bool qkvi_gpu_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
-                     const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge);
+                     const qkv_device_kernels *kernels);
 bool qkvi_gpu_wait_call(qkv_device *device, qkv_device_call *call);
 void qkvi_gpu_end_call(qkv_device *device, qkv_device_call *call);
 uint64_t qkvi_gpu_scratch_bytes(uint64_t memory_bytes);

@@ -13,7 +13,7 @@ import pytest
 from daemon import BIN_DIR, Daemon, binary, clean_environment, wait_for
 from kv import Cache, TIMEOUT
 from qkv.v1 import kv_cache_pb2 as kv
-from qkv.v1 import tensor_pb2
+from qkv.v1 import model_pb2, tensor_pb2
 
 BUILD = os.path.dirname(BIN_DIR)
 FAKE = os.path.join(BUILD, "tests", "gpu", "fake")
@@ -167,6 +167,44 @@ def test_several_sessions_in_a_batch(kernels):
             answers.append(cache.stub.Attend(kv.AttendRequest(items=items), timeout=TIMEOUT))
         for first, second in zip(answers[0].results, answers[1].results):
             assert first.status.code == 0 and first.out.data == second.out.data and first.lse.data == second.lse.data
+
+
+def test_a_model_that_is_calibrated_from_its_traffic(kernels):
+    """As by default: what comes after the first tokens is of a calibrated code, and so are answers of the GPU."""
+    with Daemon("--threads", "2", "--ema-every", "0", "--calibrate-tokens", "1024", "--gpu-memory", "64MiB",
+                "--gpu-kernels", kernels, environment={"LD_LIBRARY_PATH": FAKE}) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=1, kv_heads=2, q_heads=4, key_dim=128, value_dim=128, recent_window=0,
+                      rope=model_pb2.Rope(theta=10000))
+        fall = np.exp(-np.arange(128) / 24).astype(np.float32)
+
+        def append(position, tokens):
+            cache.append(position, *(rows * fall + 0.3 for rows in cache.rows(tokens)))
+
+        def attend(q, **options):
+            return cache.attend(4 * 1024 - 1, q, in_floats=False, options=kv.AttendOptions(**options))
+
+        append(0, 1024)
+        wait_for(lambda: daemon.metric("qkvd_calibrations_total") == 1, "no calibration is made")
+        append(1024, 3 * 1024)
+        cache.stub.Fork(kv.ForkRequest(session="s", fork="other", position=4 * 1024), timeout=TIMEOUT)
+        append(4 * 1024, 70)  # in a range of its own: what comes before does not grow any more
+        append(4 * 1024 + 70, 70)
+        assert cache.info().calibration != 0
+        asked = [(cache.queries(1), {}), (cache.queries(1), {"sliding_window": 2500}),
+                 (cache.queries(1), {"precision": kv.AttendOptions.PRECISION_INT16})]
+        by_cpu = [attend(q, **options) for q, options in asked]
+
+        def resident():
+            attend(asked[0][0])
+            return gpu(daemon, "ranges") >= 2
+
+        wait_for(resident, "the calibrated range does not become resident")
+        hits, calls = gpu(daemon, "hits_total"), gpu(daemon, "calls_total")
+        for (q, options), (out, lse) in zip(asked, by_cpu):
+            again = attend(q, **options)
+            assert np.array_equal(again[0], out) and np.array_equal(again[1], lse)
+        assert gpu(daemon, "hits_total") >= hits + 5 and gpu(daemon, "calls_total") >= calls + 5
+        assert gpu(daemon, "failures_total") == 0
 
 
 # ---- One that is full ----

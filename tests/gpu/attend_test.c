@@ -1,5 +1,5 @@
-// The attend and merge kernels on the emulator against the CPU: the partial result of each range, KV head and row,
-// bit by bit (qkvi_attend_range), on layers made by the engine from rows with outliers.
+// The kernels on the emulator against the CPU: the partial result of each range, KV head and row, bit by bit
+// (qkvi_attend_range), on layers made by the engine from rows with outliers.
 #include "engine/cache/attend_internal.h"
 #include "engine/cache/layer_retier.h"
 #include "engine/codec/embedded_internal.h"
@@ -7,6 +7,7 @@
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/simt/operands.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/gpu/copy.h"
 #include "tests/gpu/launch.h"
 
 #ifdef QKV_SANITIZED
@@ -25,6 +26,10 @@ typedef struct attend_case {
   float size;           // of queries
   uint64_t begin, end;  // options
   bool windowed;
+  bool calibrated;
+  uint32_t turning;  // coordinates that turn, calibrated; 0: no RoPE
+  bool interleaved;
+  uint64_t first;  // position
   uint64_t seed;
 } attend_case;
 
@@ -45,6 +50,8 @@ static uint64_t first_seed;
 // What all cases together have covered.
 static struct {
   size_t outliers, wide, masked, merges, compared;
+  size_t forms[4];  // blocks of calibrated pages
+  size_t left_out;  // cases
   bool shapes[16];
 } met;
 
@@ -79,23 +86,48 @@ static void mix_tiers(qkv_layer *layer, uint64_t *seed) {
   }
 }
 
+static void set_precision(const scene *s) {
+  for (uint32_t h = 0; h < HEADS; h++) {  // as qkv_precision says for these tiers
+    qkv_head_coder *head = (qkv_head_coder *)&qkv_embedded(s->coder)->heads[h];
+    head->query_limit = qkvi_query_limit(head->transforms[QKV_K], head->tiers[QKV_K]);
+    head->weight_bytes = (uint8_t)qkvi_weight_bytes(head->transforms[QKV_V], head->tiers[QKV_V]);
+  }
+}
+
+// Transforms and schedules of any kind, as if calibrated.
+static qkv_coder *calibrated_coder(const scene *s, const attend_case *c) {
+  naive_random random = {c->seed};
+  const qkv_rope *rope = &s->model.rope;
+  const qkv_frame frame = c->turning > 0 ? QKV_FRAME_ATTEND : QKV_FRAME_PLAIN;
+  qkv_coder *coder = coder_create_dense(&random, HEADS, (uint16_t)c->dim, (uint16_t)c->dim, c->bits_k, c->bits_v,
+                                        frame, rope->theta != 0 ? rope : NULL);
+  for (uint32_t h = 0; c->turning > 0 && h < HEADS; h++) {
+    owned_transform *keys = &((owned_coder *)coder)->transforms[2 * h];
+    if (keys->transform.plan == NULL) transform_by_blocks(keys, rope);
+  }
+  coder->layer = TEST_LAYER;
+  assert_true(qkv_device_takes_coder(coder));
+  return coder;
+}
+
 static void setup_scene(scene *s, const attend_case *c) {
   uint64_t seed = c->seed + first_seed;
   const bool mixed = c->bits_k == 0;
   const uint64_t tokens = (uint64_t)c->pages * QKV_PAGE_TOKENS;
   *s = (scene){.model = test_model(HEADS, c->group, c->dim, c->dim, QKV_FP32),
                .arena = qkv_arena_create("memory-budget", (uint64_t)1 << 30)};
+  if (c->turning > 0) {
+    qkv_error error = {0};
+    s->model.rope = (qkv_rope){.theta = 10000, .width = c->turning, .interleaved = c->interleaved};
+    assert_int_equal(qkv_model_resolve(&s->model, &error), QKV_OK);
+  }
   const qkv_policy policy = test_policy(mixed ? 4 : c->bits_k, mixed ? 4 : c->bits_v, 0);
   s->rows = make_sequence(&s->model, tokens, seed);
   plant_outliers(&s->rows, c->seed % 4 == 0 ? 100 : 4, &seed);
-  s->coder = test_coder(&s->model, policy);
-  for (uint32_t h = 0; h < HEADS; h++) {  // as qkv_precision says for these tiers
-    qkv_head_coder *head = (qkv_head_coder *)&qkv_embedded(s->coder)->heads[h];
-    head->query_limit = qkvi_query_limit(head->transforms[QKV_K], head->tiers[QKV_K]);
-    head->weight_bytes = (uint8_t)qkvi_weight_bytes(head->transforms[QKV_V], head->tiers[QKV_V]);
-  }
-  coder_keep_outliers(s->coder, 0.02f, c->sinks);
-  const qkv_layer_config config = test_layer_config(&s->model, policy, 0, s->arena);
+  s->coder = c->calibrated ? calibrated_coder(s, c) : test_coder(&s->model, policy);
+  set_precision(s);
+  coder_keep_outliers(s->coder, c->calibrated ? 0.2f : 0.02f, c->sinks);
+  const qkv_layer_config config = test_layer_config(&s->model, policy, c->first, s->arena);
   qkv_layer_init(&s->layer, &config, s->coder);
   must_append(&s->layer, &s->rows, 0, tokens);
   assert_int_equal(s->layer.page_count, c->pages);
@@ -105,7 +137,7 @@ static void setup_scene(scene *s, const attend_case *c) {
   for (size_t i = 0; i < rows * c->dim; i++) s->q[i] *= c->size;
   make_tensor(&s->q_tensor, QKV_FP32, s->q, c->queries, s->model.q_heads, c->dim);
   s->request = (qkv_attend){.layer = &s->layer, .q = s->q_tensor.tensor};
-  s->request.position = tokens - (c->windowed ? random_below(&seed, tokens) : 0);
+  s->request.position = c->first + tokens - (c->windowed ? random_below(&seed, tokens) : 0);
   s->request.options = (qkv_attend_options){.begin = c->begin,
                                             .end = c->end,
                                             .sliding_window = c->windowed ? 1 + random_below(&seed, 3 * tokens) : 0,
@@ -127,12 +159,13 @@ static void teardown_scene(scene *s) {
 typedef struct job {
   qkv_simt_range range;
   qkv_simt_merge merge;
+  qkv_simt_turn turn;
   size_t first_row, rows;  // of the block
 } job;
 
 typedef struct work {
   const qkv_simt_shape *shape;
-  const uint8_t *pages[PAGES_MAX];
+  uint8_t *copy;  // of the range
   job jobs[ROWS_MAX];
   size_t count;
   uint16_t seen[ROWS_MAX][2];
@@ -150,6 +183,53 @@ static void *aligned(size_t bytes) {
   return memory;
 }
 
+// Counts the forms of blocks in an expanded page.
+static void note_forms(const scene *s, const uint8_t *image) {
+  const size_t blocks = QKV_PAGE_GROUPS * (size_t)s->model.key_dim / 16;
+  for (uint16_t h = 0; h < HEADS; h++) {
+    uint32_t entry[4], place;
+    memcpy(entry, image + sizeof(qkv_page_header) + h * sizeof entry, sizeof entry);
+    const uint8_t *places[] = {image + entry[0] + 2 * QKV_PAGE_TOKENS, image + entry[0] + entry[1]};
+    for (size_t i = 0; i < 2 * blocks; i++) {
+      memcpy(&place, places[i % 2] + i / 2 * sizeof place, sizeof place);
+      met.forms[place >> 16 & 15]++;
+    }
+  }
+}
+
+static void copy_range(work *w, const scene *s, size_t begin, size_t end) {
+  const void *images[QKV_RANGE_PAGES];
+  for (size_t i = begin; i < end; i++) images[i - begin] = qkv_layer_page(&s->layer, i)->page;
+  w->copy = copy_pages(s->coder, images, end - begin);
+  for (size_t i = begin; s->coder->calibration != 0 && i < end; i++)
+    note_forms(s, ((const uint8_t *const *)(const void *)w->copy)[i - begin]);
+}
+
+static bool takes_pages(const scene *s) {
+  for (size_t i = 0; i < s->layer.page_count; i++) {
+    if (!qkv_device_takes_image(s->coder, qkv_layer_page(&s->layer, i)->page)) return false;
+  }
+  return true;
+}
+
+// What turns a job's queries, as attend_device.c has it.
+static void plan_turn(const work *w, const scene *s, const qkvi_row_block *block, job *j, uint8_t *queries) {
+  const qkv_device_layout layout = qkv_device_layout_of(s->coder);
+  uint8_t *head = w->copy + layout.heads + j->range.kv_head * layout.head_bytes;
+  uint8_t *turned = aligned((size_t)QKV_SIMT_RANGE_PAGES * QKV_SIMT_TURNED_BYTES(w->shape->dim));
+  qkvi_device_queries(s->coder, &block->queries, j->first_row, j->rows, queries);
+  j->turn = (qkv_simt_turn){.queries = queries,
+                            .frame = layout.turns ? w->copy + layout.frame : NULL,
+                            .head = head,
+                            .pages = j->range.pages,
+                            .turned = turned,
+                            .first = j->range.first,
+                            .end = j->range.end};
+  j->range.turned = turned;
+  j->range.turned_step = layout.turns ? QKV_SIMT_TURNED_BYTES(w->shape->dim) : 0;
+  j->range.steps = (const float *)(const void *)head;
+}
+
 // The jobs of a range, which the block sees something of. False: it sees nothing.
 static bool plan(work *w, const scene *s, const qkvi_row_block *block, size_t range, uint16_t kv_head) {
   const qkvi_embedded_queries *own = (const qkvi_embedded_queries *)block->queries.own;
@@ -157,13 +237,14 @@ static bool plan(work *w, const scene *s, const qkvi_row_block *block, size_t ra
   qkv_layer_range(&s->layer, range, &begin, &end);
   const uint64_t first = qkv_layer_page(&s->layer, begin)->position;
   const uint64_t last = qkvi_layer_span(&s->layer, end - 1).end;
-  for (size_t i = begin; i < end; i++) w->pages[i - begin] = qkv_layer_page(&s->layer, i)->page;
   while (end > begin && qkv_layer_page(&s->layer, end - 1)->position >= block->end_max) end--;
   if (seen < begin) seen = begin;
   if (seen >= end) return false;
-  w->shape =
-      qkv_simt_shape_for(s->model.key_dim, own->integers.parts, own->weight_bytes, (unsigned)block->queries.count);
+  w->shape = s->coder->calibration != 0 ? qkv_simt_shape_calibrated(s->model.key_dim)
+                                        : qkv_simt_shape_for(s->model.key_dim, own->integers.parts, own->weight_bytes,
+                                                             (unsigned)block->queries.count);
   assert_non_null(w->shape);
+  copy_range(w, s, begin, end);
   const bool whole = block->begin_max <= first && block->end_min >= last;
   w->count = 0;
   for (size_t row = 0; row < block->queries.count; row++) {
@@ -173,10 +254,9 @@ static bool plan(work *w, const scene *s, const qkvi_row_block *block, size_t ra
   for (size_t row = 0; row < block->queries.count; row += w->shape->rows, w->count++) {
     job *j = &w->jobs[w->count];
     const size_t left = block->queries.count - row, bytes = QKV_SIMT_PARTIAL_BYTES(w->shape->dim, w->shape->rows);
-    uint8_t *queries = aligned(QKV_SIMT_QUERY_BYTES(w->shape->dim));
+    uint8_t *queries = aligned(qkv_simt_query_bytes(w->shape));
     *j = (job){.first_row = row, .rows = left < w->shape->rows ? left : w->shape->rows};
-    qkv_simt_queries_fill(w->shape, &own->integers, block->queries.rows, row, j->rows, queries);
-    j->range = (qkv_simt_range){.pages = w->pages,
+    j->range = (qkv_simt_range){.pages = (const uint8_t *const *)(const void *)w->copy,
                                 .queries = queries,
                                 .seen = whole ? NULL : w->seen[row],
                                 .partials = aligned(QKV_SIMT_RANGE_RUNS * bytes),
@@ -187,6 +267,11 @@ static bool plan(work *w, const scene *s, const qkvi_row_block *block, size_t ra
                                 .out = aligned(bytes),
                                 .first = j->range.first / QKV_SIMT_RUN_PAGES,
                                 .end = (j->range.end - 1) / QKV_SIMT_RUN_PAGES + 1};
+    if (w->shape->turn != NULL) {
+      plan_turn(w, s, block, j, queries);
+    } else {
+      qkv_simt_queries_fill(w->shape, &own->integers, block->queries.rows, row, j->rows, queries);
+    }
     met.merges += j->merge.end - j->merge.first - 1;
   }
   met.masked += !whole;
@@ -199,13 +284,17 @@ static void free_work(work *w) {
     free((void *)w->jobs[i].range.queries);
     free(w->jobs[i].range.partials);
     free(w->jobs[i].merge.out);
+    free(w->jobs[i].turn.turned);
   }
+  free(w->copy);
 }
 
 static void launch(const work *w, uint64_t order) {
   qkv_simt_range ranges[ROWS_MAX];
   qkv_simt_merge merges[ROWS_MAX];
+  qkv_simt_turn turns[ROWS_MAX];
   for (size_t i = 0; i < w->count; i++) {
+    turns[i] = w->jobs[i].turn;
     ranges[i] = w->jobs[i].range;
     merges[i] = w->jobs[i].merge;
   }
@@ -213,6 +302,7 @@ static void launch(const work *w, uint64_t order) {
                                .tables = &tables,
                                .ranges = ranges,
                                .merges = merges,
+                               .turns = turns,
                                .count = (uint32_t)w->count,
                                .order = order});
 }
@@ -263,6 +353,11 @@ static void check_case(const attend_case *c) {
   setup_scene(&s, c);
   note_outliers(&s);
   if (qkv_attend_check(&s.request, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (!takes_pages(&s)) {  // too many bits
+    assert_true(c->calibrated);
+    met.left_out++;
+    return teardown_scene(&s);
+  }
   qkvi_attend_ranges(&s.request, &range, &range_end);
   for (; range < range_end; range++) {
     for (uint32_t h = 0; h < HEADS; h++) {
@@ -337,6 +432,34 @@ static void test_outliers(void **unused) {
   }
 }
 
+// Random transforms, schedules and tiers, with and without RoPE.
+static void test_calibrated(void **unused) {
+  (void)unused;
+  static const qkv_precision precisions[] = {QKV_PRECISION_DEFAULT, QKV_PRECISION_INT8, QKV_PRECISION_INT16};
+  for (uint64_t i = 0; i < 40; i += EVERY) {
+    uint64_t seed = 900 + i;
+    const uint32_t dim = i % 2 == 0 ? 64 : 128;
+    const attend_case c = {.dim = dim,
+                           .group = 1 + (uint32_t)random_below(&seed, 8),
+                           .queries = 1 + (int64_t)random_below(&seed, 2),
+                           .pages = 2 + (uint32_t)random_below(&seed, 4),
+                           .bits_k = (double)(1 + i % 3),
+                           .bits_v = (double)(1 + i / 3 % 3),
+                           .precision = precisions[i / 5 % 3],
+                           .size = 0.5f + (float)(i % 4) * 2,
+                           .sinks = i % 4 == 0 ? 4 : 0,
+                           .windowed = i % 3 == 0,
+                           .calibrated = true,
+                           .turning = i % 5 == 0   ? 0
+                                      : i % 7 == 0 ? dim / 2
+                                                   : dim,
+                           .interleaved = i % 11 < 3,
+                           .first = i % 3 == 1 ? random_below(&seed, 1u << 19) : random_below(&seed, 200) * 64,
+                           .seed = 900 + i};
+    check_case(&c);
+  }
+}
+
 // More than a range, and runs that are merged.
 static void test_ranges(void **unused) {
   (void)unused;
@@ -357,7 +480,10 @@ static void test_met(void **unused) {
   (void)unused;
   print_message("%zu rows compared; %zu outlier rows, %zu of them of two bytes; %zu merges, %zu ranges with masks\n",
                 met.compared, met.outliers, met.wide, met.merges, met.masked);
+  print_message("expanded blocks: %zu narrow, %zu of nibbles, %zu of bytes, %zu wide; %zu cases of too many bits\n",
+                met.forms[0], met.forms[1], met.forms[2], met.forms[3], met.left_out);
   assert_true(met.outliers > met.wide && met.wide > 0);
+  for (size_t i = 0; i < 4; i++) assert_true(met.forms[i] > 0);
   assert_true(met.merges > 0 && met.masked > 0);
   for (size_t i = 0; EVERY == 1 && qkv_simt_shape_at(i) != NULL; i++) assert_true(met.shapes[i]);
 }
@@ -366,7 +492,7 @@ static void test_shapes(void **unused) {
   (void)unused;
   size_t n = 0;
   while (qkv_simt_shape_at(n) != NULL) n++;
-  assert_int_equal(n, 8);
+  assert_int_equal(n, 10);
   assert_string_equal(qkv_simt_shape_for(128, 1, 1, 4)->name, "qkv_simt_attend_128x4_q1w1");
   assert_string_equal(qkv_simt_shape_for(128, 1, 1, 5)->name, "qkv_simt_attend_128x8_q1w1");
   assert_string_equal(qkv_simt_shape_for(64, 2, 2, 9)->name, "qkv_simt_attend_64x4_q2w2");
@@ -380,7 +506,8 @@ int main(int argc, char **argv) {
   qkv_simt_tables_fill(&tables);
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_shapes),   cmocka_unit_test(test_depths), cmocka_unit_test(test_masks),
-      cmocka_unit_test(test_outliers), cmocka_unit_test(test_ranges), cmocka_unit_test(test_met),
+      cmocka_unit_test(test_outliers), cmocka_unit_test(test_ranges), cmocka_unit_test(test_calibrated),
+      cmocka_unit_test(test_met),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   return failed != 0 ? failed : launch_end();

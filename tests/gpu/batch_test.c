@@ -4,6 +4,7 @@
 #include "engine/codec/embedded_internal.h"
 #include "engine/kernel/kernel.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/gpu/copy.h"
 #include "tests/gpu/launch.h"
 
 #ifdef QKV_SANITIZED
@@ -11,7 +12,7 @@ enum { WORLDS = 4 };
 #else
 enum { WORLDS = 12 };
 #endif
-enum { LAYERS = 5, REQUESTS = 8, HEADS = 2, TOKENS = 3000, CALLS = 3, DIM_MAX = 128 };
+enum { CODERS = 4, LAYERS = 5, REQUESTS = 8, HEADS = 2, TOKENS = 3000, CALLS = 3, COPIES = 256, DIM_MAX = 128 };
 
 // ---- A device ----
 
@@ -20,9 +21,9 @@ typedef struct emulated {
   pthread_mutex_t lock;
   uint64_t seed;
   unsigned copies_in_4, failures_in_8;  // chances
-  size_t held, under_way, forgotten, ranges, calls;
-  const void *lists[4096][QKV_RANGE_PAGES];
-  size_t list_count;
+  size_t held, under_way, forgotten, ranges, calls, calibrated;
+  uint8_t *copies[COPIES];  // the last ones that were held
+  size_t copy_count;
   qkv_simt_tables tables;
   qkv_device_call memory[CALLS];
   bool used[CALLS];
@@ -38,6 +39,7 @@ static bool chance(emulated *device, unsigned in, unsigned of_all) {
 
 static bool takes(const qkv_page_entry *pages, uint32_t end) {
   for (uint32_t i = 0; i < end; i++) {
+    if (!qkv_device_takes_coder(pages[i].coder)) return false;
     if (pages[i].page == NULL || !qkv_device_takes_image(pages[i].coder, pages[i].page)) return false;
   }
   return true;
@@ -49,12 +51,16 @@ static uint64_t do_hold(qkv_device *device, const qkv_device_pages *pages, qkv_d
   pthread_mutex_lock(&self->lock);
   assert_true(pages->first < pages->end && pages->end <= pages->range->count);
   if (chance(self, self->copies_in_4, 4) && takes(qkvi_range_entries(pages->range), pages->end)) {
-    const void **list = self->lists[self->list_count++ % 4096];
-    for (uint32_t i = 0; i < pages->end; i++) list[i] = qkvi_range_entries(pages->range)[i].page;
-    address = (uintptr_t)list;
+    const void *images[QKV_RANGE_PAGES];
+    uint8_t **made = &self->copies[self->copy_count++ % COPIES];
+    assert_true(self->held < COPIES);
+    for (uint32_t i = 0; i < pages->end; i++) images[i] = qkvi_range_entries(pages->range)[i].page;
+    free(*made);
+    *made = copy_pages(pages->range->coder, images, pages->end);
+    address = (uintptr_t)*made;
     self->held++;
     self->ranges++;
-    *copy = (void *)list;
+    *copy = (void *)*made;
   }
   pthread_mutex_unlock(&self->lock);
   return address;
@@ -96,20 +102,23 @@ static bool do_begin(qkv_device *device, qkv_device_call *call) {
 }
 
 static bool do_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_shape *shape,
-                      const qkv_simt_attend_args *attend, const qkv_simt_merge_args *merge) {
+                      const qkv_device_kernels *kernels) {
   emulated *self = of(device);
   (void)call;
   pthread_mutex_lock(&self->lock);
-  assert_int_equal(attend->count, merge->count);
+  assert_int_equal(kernels->attend.count, kernels->merge.count);
+  assert_int_equal(kernels->attend.count, kernels->turn.count);
   const bool runs = !chance(self, self->failures_in_8, 8);
   if (runs) {
     launch_attend(&(launch_work){.shape = shape,
-                                 .tables = attend->tables,
-                                 .ranges = attend->ranges,
-                                 .merges = merge->merges,
-                                 .count = attend->count,
+                                 .tables = kernels->attend.tables,
+                                 .ranges = kernels->attend.ranges,
+                                 .merges = kernels->merge.merges,
+                                 .turns = kernels->turn.turns,
+                                 .count = kernels->attend.count,
                                  .order = random_below(&self->seed, 4)});
     self->calls++;
+    self->calibrated += shape->turn != NULL;
   }
   pthread_mutex_unlock(&self->lock);
   return runs;
@@ -143,9 +152,9 @@ static emulated *create_device(uint64_t seed) {
     qkv_device_call *call = &made->memory[i];
     const size_t jobs = 10 + random_below(&made->seed, 60), partial = QKV_SIMT_PARTIAL_BYTES(DIM_MAX, 8);
     *call = (qkv_device_call){.own = call,
-                              .input_bytes = 20000 + jobs * 800,
+                              .input_bytes = 20000 + jobs * 1500,
                               .output_bytes = jobs * partial,
-                              .scratch_bytes = jobs * partial * QKV_SIMT_RANGE_RUNS,
+                              .scratch_bytes = jobs * partial * QKV_SIMT_RANGE_RUNS * 3,
                               .tables_address = (uintptr_t)&made->tables};
     call->input = aligned_alloc(64, (call->input_bytes + 63) / 64 * 64);
     call->output = aligned_alloc(64, (call->output_bytes + 63) / 64 * 64);
@@ -162,6 +171,7 @@ static void destroy_device(emulated *device) {
     free((void *)device->memory[i].output);
     free((void *)(uintptr_t)device->memory[i].scratch_address);
   }
+  for (size_t i = 0; i < COPIES; i++) free(device->copies[i]);
   pthread_mutex_destroy(&device->lock);
   free(device);
 }
@@ -172,7 +182,7 @@ typedef struct world {
   qkv_model model;
   qkv_policy policy;
   qkv_arena *arena;
-  qkv_coder *coders[3];  // two that the kernels take, and one that they do not
+  qkv_coder *coders[CODERS];  // two data-free ones that the kernels take, one that they do not, and a calibrated one
   sequence rows;
   qkv_layer layers[LAYERS];
   size_t count;
@@ -207,28 +217,49 @@ static void set_precision(qkv_head_coder *head) {
   head->weight_bytes = (uint8_t)qkvi_weight_bytes(head->transforms[QKV_V], head->tiers[QKV_V]);
 }
 
+static qkv_coder *calibrated_coder(const world *w, double bits) {
+  naive_random random = {w->seed};
+  const qkv_rope *rope = w->model.rope.theta != 0 ? &w->model.rope : NULL;
+  const uint16_t dim = (uint16_t)w->model.key_dim;
+  qkv_coder *coder = coder_create_dense(&random, HEADS, dim, dim, bits, bits,
+                                        rope != NULL ? QKV_FRAME_ATTEND : QKV_FRAME_PLAIN, rope);
+  for (uint32_t h = 0; rope != NULL && h < HEADS; h++) {
+    owned_transform *keys = &((owned_coder *)coder)->transforms[2 * h];
+    if (keys->transform.plan == NULL) transform_by_blocks(keys, rope);
+  }
+  coder_keep_outliers(coder, 0.3f, 4);
+  coder->layer = TEST_LAYER;
+  return coder;
+}
+
 static void begin(world *w, uint64_t seed) {
-  static const double bits[3] = {4, 3, 6};
+  static const double bits[CODERS] = {4, 3, 6, 3};
   *w = (world){.seed = seed, .device = create_device(seed)};
   w->model =
       test_model(HEADS, 1 + (uint32_t)(seed % 5), seed % 2 == 0 ? 64 : 128, seed % 2 == 0 ? 64 : 128, QKV_FP32);
+  if (seed % 3 != 0) {
+    qkv_error error = {0};
+    w->model.rope = (qkv_rope){.theta = 10000, .interleaved = seed % 4 == 1};
+    assert_int_equal(qkv_model_resolve(&w->model, &error), QKV_OK);
+  }
   w->policy = test_policy(3, 3, 0);
   w->arena = qkv_arena_create("memory-budget", (uint64_t)1 << 28);
-  for (size_t i = 0; i < 3; i++) {
-    w->coders[i] = test_coder(&w->model, test_policy(bits[i], bits[i], 0));
+  for (size_t i = 0; i < CODERS; i++) {
+    w->coders[i] = i < 3 ? test_coder(&w->model, test_policy(bits[i], bits[i], 0)) : calibrated_coder(w, bits[i]);
     for (size_t h = 0; h < HEADS; h++) set_precision((qkv_head_coder *)&qkv_embedded(w->coders[i])->heads[h]);
   }
   w->rows = make_sequence(&w->model, TOKENS, seed);
   qkv_layer *trunk = add_layer(w, NULL, 0);
-  for (uint64_t i = 0; i < 2 + seed % 3; i++) append(w, trunk, i % 3, 100 + random_below(&w->seed, 900));
+  for (uint64_t i = 0; i < 2 + seed % 3; i++)
+    append(w, trunk, i == 0 ? 3 : i % CODERS, 100 + random_below(&w->seed, 900));
   if (seed % 8 == 0) {
-    for (size_t i = 0; i < 2; i++) append(w, trunk, 0, 2900);
+    for (size_t i = 0; i < 2; i++) append(w, trunk, seed % 16 == 0 ? 0 : 3, 2900);
   }
   while (w->count < LAYERS) {
     const qkv_layer *parent = &w->layers[random_below(&w->seed, w->count)];
     qkv_layer *layer =
         add_layer(w, parent, random_below(&w->seed, 2) == 0 ? UINT64_MAX : random_below(&w->seed, parent->length));
-    append(w, layer, random_below(&w->seed, 3), 1 + random_below(&w->seed, 300));
+    append(w, layer, random_below(&w->seed, CODERS), 1 + random_below(&w->seed, 300));
   }
 }
 
@@ -236,7 +267,7 @@ static void end(world *w) {
   const size_t forgotten = w->device->forgotten;
   for (size_t i = 0; i < w->count; i++) qkv_layer_deinit(&w->layers[i]);
   assert_true(w->device->forgotten > forgotten);
-  for (size_t i = 0; i < 3; i++) coder_destroy(w->coders[i]);
+  for (size_t i = 0; i < CODERS; i++) coder_destroy(w->coders[i]);
   assert_int_equal(qkv_arena_read(w->arena).bytes_used, 0);
   qkv_arena_destroy(&w->arena);
   free_sequence(&w->rows);
@@ -311,7 +342,7 @@ static void check_batch(const world *w, qkv_pool *pool, const qkv_attend *reques
   assert_int_equal(w->device->under_way, 0);
 }
 
-static void check_world(uint64_t seed, size_t *ranges, size_t *calls) {
+static void check_world(uint64_t seed, size_t *ranges, size_t *calls, size_t *calibrated) {
   static const size_t threads[] = {0, 2};
   static const struct { unsigned copies, failures; } chances[] = {{4, 0}, {2, 0}, {3, 2}};
   qkv_attend requests[REQUESTS];
@@ -333,15 +364,18 @@ static void check_world(uint64_t seed, size_t *ranges, size_t *calls) {
   }
   *ranges += w.device->ranges;
   *calls += w.device->calls;
+  *calibrated += w.device->calibrated;
   for (size_t i = 0; i < count; i++) free_asked(&all[i]);
   end(&w);
 }
 
 static void same_bits_with_a_device(void **unused) {
   (void)unused;
-  size_t ranges = 0, calls = 0;
-  for (uint64_t seed = 0; seed < WORLDS; seed++) check_world(seed, &ranges, &calls);
-  print_message("%zu ranges of requests had copies, %zu calls\n", ranges, calls);
+  size_t ranges = 0, calls = 0, calibrated = 0;
+  for (uint64_t seed = 0; seed < WORLDS; seed++) check_world(seed, &ranges, &calls, &calibrated);
+  print_message("%zu ranges of requests had copies, %zu calls, %zu of them of a calibrated code\n", ranges, calls,
+                calibrated);
+  assert_true(calibrated > WORLDS / 2);
   assert_true(ranges > 10 * WORLDS && calls > 2 * WORLDS);
 }
 
@@ -353,7 +387,7 @@ static void pages_that_kernels_take(void **unused) {
     double bits;
     bool coder, image;
   } cases[] = {{64, 64, 4, true, true},    {128, 128, 1, true, true}, {64, 64, 5, true, false},
-               {64, 64, 2.5, true, false}, {96, 96, 4, false, true},  {64, 128, 4, false, true}};
+               {64, 64, 2.5, true, false}, {96, 96, 4, false, false}, {64, 128, 4, false, false}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const qkv_model model = test_model(HEADS, 1, cases[i].key_dim, cases[i].value_dim, QKV_FP32);
     const qkv_policy policy = test_policy(cases[i].bits, cases[i].bits, 0);
@@ -363,7 +397,8 @@ static void pages_that_kernels_take(void **unused) {
     init_layer(&layer, &model, policy, 0, arena);
     must_append(&layer, &rows, 0, 128);
     assert_int_equal(qkv_device_takes_coder(layer.coder), cases[i].coder);
-    assert_int_equal(qkv_device_takes_image(layer.coder, qkvi_layer_image(&layer, 0)), cases[i].image);
+    if (cases[i].coder)
+      assert_int_equal(qkv_device_takes_image(layer.coder, qkvi_layer_image(&layer, 0)), cases[i].image);
     deinit_layer(&layer);
     qkv_arena_destroy(&arena);
     free_sequence(&rows);

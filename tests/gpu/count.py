@@ -1,14 +1,16 @@
 """Counts the instructions of a page in the attend kernels, without a GPU, and holds them to docs/gpu.md's limits.
 
 Needs nvcc, and cuobjdump and nvdisasm in PATH (the toolkit has them; PyPI as nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm).
-Where one is missing it says so and exits with 77. Counted is the loop over pages, compiled with one path for up to two bits or
-for up to four and without what most pages skip: masks, outlier rows, sums that decay. A loop within it counts as often as it
-runs, waits once.
+Where one is missing it says so and exits with 77. Counted is the loop over pages, compiled with one path for up to two bits,
+up to four or, of calibrated codes, up to six, and without what most pages skip: masks, outlier rows, sums that decay. A loop
+within it counts as often as it runs, waits once. Of the kernels that turn queries: a page of four rows, with all pairs
+anchored, 14 of 64 or 9 of 32 of them fast.
 
 count.py [ARCH]     90 by default
 """
 
 import collections
+import math
 import pathlib
 import re
 import shutil
@@ -20,6 +22,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Kernel, bits: warp instructions of a page and KV head at most.
 LIMITS = {("qkv_simt_attend_128x4_q2w1", 2): 1150, ("qkv_simt_attend_128x4_q2w1", 4): 1550}
 ALSO = ("qkv_simt_attend_128x4_q1w1", "qkv_simt_attend_128x8_q1w1", "qkv_simt_attend_64x4_q1w1")
+CALIBRATED = ("qkv_simt_calibrated_128", "qkv_simt_calibrated_64")
+# Loops of the turn kernels in their order, and how often each runs: inputs, products, rows, in which terms and fast pairs.
+TURNS = {"qkv_simt_turn_128": (2, 2, 4, 7, 14), "qkv_simt_turn_64": (1, 1, 4, 3, 9)}
 KEY_PASSES = 2  # of the loop over pairs of groups of keys, where it is one
 ALU = "PRMT LOP3 SHF IADD3 ISETP FSETP FSEL SEL FMNMX LEA VIADD PLOP3 IMNMX I2FP VIMNMX".split()
 
@@ -59,6 +64,26 @@ def count_page(cubin, kernel):
     return count
 
 
+def count_turn(cubin, kernel):
+    """Opcodes of a page of the turn kernel."""
+    rows = instructions_of(cubin, kernel)
+    products = [address for address, opcode, _ in rows if opcode == "IMMA"]
+    loops = loops_of(rows)
+    # What is seldom done lies behind the loops and jumps back, which looks like a loop as well.
+    inside = {loop: sorted(other for other in loops if loop[0] < other[0] and other[1] < loop[1]) for loop in loops}
+    found = [loop for loop in loops
+             if all(loop[0] <= at <= loop[1] for at in products) and len(inside[loop]) == len(TURNS[kernel])]
+    if not found:
+        sys.exit(f"count.py: {kernel} has no loop over pages with {len(TURNS[kernel])} loops in it")
+    pages, inner = found[-1], inside[found[-1]]
+    count = collections.Counter()
+    for address, opcode, _ in rows:
+        if pages[0] <= address <= pages[1]:
+            passes = [n for (first, last), n in zip(inner, TURNS[kernel]) if first <= address <= last]
+            count[opcode] += math.prod(passes)
+    return count
+
+
 def main():
     for tool in ("nvcc", "cuobjdump", "nvdisasm"):
         if shutil.which(tool) is None:
@@ -67,12 +92,13 @@ def main():
     arch = sys.argv[1] if len(sys.argv) > 1 else "90"
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for bits in (2, 4):
+        for bits in (2, 4, 6):
             cubin = f"{folder}/{bits}.cubin"
             subprocess.run(["nvcc", f"-arch=sm_{arch}", "-x", "cu", "-std=c++17", "-fmad=false", f"-DQKV_SIMT_COUNT={bits}", "-I",
                             ROOT, "-cubin", "-o", cubin, ROOT / "engine/kernel/simt/attend.c"], check=True)
-            for kernel in (*dict.fromkeys(name for name, _ in LIMITS), *ALSO):
-                count = count_page(cubin, kernel)
+            plain = (*dict.fromkeys(name for name, _ in LIMITS), *ALSO) if bits <= 4 else ()
+            for kernel in (*plain, *CALIBRATED, *(TURNS if bits == 2 else ())):
+                count = (count_turn if kernel in TURNS else count_page)(cubin, kernel)
                 limit = LIMITS.get((kernel, bits))
                 failed |= limit is not None and count.total() > limit
                 most = ", ".join(f"{opcode} {n}" for opcode, n in count.most_common(8))

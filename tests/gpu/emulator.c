@@ -304,18 +304,18 @@ UNSEEN static int32_t byte_of(uint32_t word, unsigned i, bool is_signed) {
   return is_signed ? (int8_t)byte : byte;
 }
 
-UNSEEN static void multiply(const gift *gifts, bool is_signed, int32_t (*products)[8]) {
+UNSEEN static void multiply(const gift *gifts, bool a_signed, bool b_signed, int32_t (*products)[8]) {
   int32_t a[16][32], b[8][32];
   for (unsigned lane = 0; lane < SIMT_LANES; lane++) {
     const unsigned g = lane / 4, k = lane % 4 * 4;
     const uint32_t *words = gifts[lane].words;
     for (unsigned i = 0; i < 4; i++) {
-      a[g][k + i] = byte_of(words[0], i, true);
-      a[g + 8][k + i] = byte_of(words[1], i, true);
-      a[g][16 + k + i] = byte_of(words[2], i, true);
-      a[g + 8][16 + k + i] = byte_of(words[3], i, true);
-      b[g][k + i] = byte_of(words[SIMT_A_WORDS], i, is_signed);
-      b[g][16 + k + i] = byte_of(words[SIMT_A_WORDS + 1], i, is_signed);
+      a[g][k + i] = byte_of(words[0], i, a_signed);
+      a[g + 8][k + i] = byte_of(words[1], i, a_signed);
+      a[g][16 + k + i] = byte_of(words[2], i, a_signed);
+      a[g + 8][16 + k + i] = byte_of(words[3], i, a_signed);
+      b[g][k + i] = byte_of(words[SIMT_A_WORDS], i, b_signed);
+      b[g][16 + k + i] = byte_of(words[SIMT_A_WORDS + 1], i, b_signed);
     }
   }
   for (unsigned row = 0; row < 16; row++) {
@@ -327,14 +327,16 @@ UNSEEN static void multiply(const gift *gifts, bool is_signed, int32_t (*product
   }
 }
 
-UNSEEN void simt_emulate_multiply(const char *place, bool is_signed, int32_t *sums, const uint32_t *a,
+UNSEEN void simt_emulate_multiply(const char *place, bool a_signed, bool b_signed, int32_t *sums, const uint32_t *a,
                                   const uint32_t *b) {
   const gift mine = {.words = {a[0], a[1], a[2], a[3], b[0], b[1]}};
   const unsigned g = my_lane() / 4, t = my_lane() % 4;
   warp *w = my_warp();
   bool last;
-  const unsigned turn = bring(is_signed ? "a product of signed bytes" : "a product", place, &mine, &last);
-  if (last) multiply(w->gifts[turn], is_signed, w->products[turn]);
+  static const char *const names[2][2] = {{"a product of unsigned and unsigned bytes", "a product of unsigned bytes"},
+                                          {"a product", "a product of signed bytes"}};
+  const unsigned turn = bring(names[a_signed][b_signed], place, &mine, &last);
+  if (last) multiply(w->gifts[turn], a_signed, b_signed, w->products[turn]);
   for (unsigned i = 0; i < SIMT_SUMS; i++)  // as unsigned numbers, which wrap
     sums[i] = (int32_t)((uint32_t)sums[i] + (uint32_t)w->products[turn][g + i / 2 * 8][2 * t + i % 2]);
 }

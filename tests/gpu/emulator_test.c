@@ -54,7 +54,7 @@ static void test_choose(void **unused) {
 typedef struct product_args {
   const int8_t (*a)[32];  // [16]
   const uint8_t (*b)[8];  // [32]
-  bool is_signed;
+  bool a_signed, b_signed;
   int32_t (*sums)[8];  // [16], read and written
 } product_args;
 
@@ -77,7 +77,9 @@ SIMT_KERNEL(product_kernel, product_args, 32, 1) {
   const uint32_t b[SIMT_B_WORDS] = {column_word(args->b, 4 * t, g), column_word(args->b, 16 + 4 * t, g)};
   int32_t sums[SIMT_SUMS];
   for (unsigned i = 0; i < SIMT_SUMS; i++) sums[i] = args->sums[g + i / 2 * 8][2 * t + i % 2];
-  if (args->is_signed) {
+  if (!args->a_signed) {
+    simt_multiply_u8_s8(sums, a, b);
+  } else if (args->b_signed) {
     simt_multiply_s8(sums, a, b);
   } else {
     simt_multiply_u8(sums, a, b);
@@ -91,15 +93,16 @@ static void test_product(void **unused) {
     int8_t a[16][32];
     uint8_t b[32][8];
     int32_t sums[16][8], expected[16][8];
-    const bool is_signed = order % 2 == 0;
+    const bool a_signed = order % 3 != 2, b_signed = order % 3 != 1;
     for (unsigned i = 0; i < 16 * 32; i++) a[i / 32][i % 32] = (int8_t)any_word();
     for (unsigned i = 0; i < 32 * 8; i++) b[i / 8][i % 8] = (uint8_t)any_word();
     for (unsigned i = 0; i < 16 * 8; i++) {
       expected[i / 8][i % 8] = sums[i / 8][i % 8] = (int32_t)any_word() / 4;
       for (unsigned k = 0; k < 32; k++)
-        expected[i / 8][i % 8] += a[i / 8][k] * (is_signed ? (int8_t)b[k][i % 8] : b[k][i % 8]);
+        expected[i / 8][i % 8] +=
+            (a_signed ? a[i / 8][k] : (uint8_t)a[i / 8][k]) * (b_signed ? (int8_t)b[k][i % 8] : b[k][i % 8]);
     }
-    const product_args args = {(const int8_t(*)[32])a, (const uint8_t(*)[8])b, is_signed, sums};
+    const product_args args = {(const int8_t(*)[32])a, (const uint8_t(*)[8])b, a_signed, b_signed, sums};
     run(product_kernel, &args, 32, 0, order);
     assert_memory_equal(sums, expected, sizeof sums);
   }

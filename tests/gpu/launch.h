@@ -6,12 +6,13 @@
 
 #include "engine/kernel/simt/operands.h"
 
-// Addresses are the host's: partials are scratch, each merge's `out` gets the result.
+// Addresses are the host's: partials and turned blocks are scratch, each merge's `out` gets the result.
 typedef struct launch_work {
   const qkv_simt_shape *shape;
   const qkv_simt_tables *tables;
   const qkv_simt_range *ranges;  // [count]
   const qkv_simt_merge *merges;  // [count]
+  const qkv_simt_turn *turns;    // [count], of a calibrated shape
   uint32_t count;
   uint64_t order;  // of threads, on the emulator
 } launch_work;

@@ -20,11 +20,19 @@ void launch_attend(const launch_work *work) {
   const qkv_simt_attend_args attend = {.ranges = work->ranges, .tables = work->tables, .count = work->count};
   const qkv_simt_merge_args merge = {
       .merges = work->merges, .count = work->count, .dim = work->shape->dim, .rows = work->shape->rows};
+  const qkv_simt_turn_args turn = {.turns = work->turns, .count = work->count};
+  if (work->shape->turn != NULL)
+    emulator_run(&(emulator_launch){.kernel = kernel_of(work->shape->turn),
+                                    .args = &turn,
+                                    .blocks = work->count * QKV_SIMT_TURN_BLOCKS,
+                                    .threads = QKV_SIMT_WARPS * 32,
+                                    .shared_bytes = QKV_SIMT_TURN_SHARED_BYTES(work->shape->dim),
+                                    .order = work->order});
   emulator_run(&(emulator_launch){.kernel = kernel_of(work->shape->name),
                                   .args = &attend,
                                   .blocks = work->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS,
                                   .threads = QKV_SIMT_WARPS * 32,
-                                  .shared_bytes = QKV_SIMT_SHARED_BYTES(work->shape->dim),
+                                  .shared_bytes = work->shape->shared_bytes,
                                   .order = work->order});
   emulator_run(&(emulator_launch){.kernel = kernel_of("qkv_simt_merge_partials"),
                                   .args = &merge,

@@ -97,8 +97,8 @@ static void run(const char *name, unsigned shared_bytes, unsigned blocks, unsign
 }
 
 static void run_attend(const qkv_simt_shape *shape, const qkv_simt_attend_args *args) {
-  run(shape->name, QKV_SIMT_SHARED_BYTES(shape->dim), args->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS,
-      QKV_SIMT_WARPS * 32, args, sizeof *args);
+  run(shape->name, shape->shared_bytes, args->count * QKV_SIMT_RANGE_RUNS / QKV_SIMT_WARPS, QKV_SIMT_WARPS * 32, args,
+      sizeof *args);
 }
 
 // A range whose pages, queries and partials lie in the area.
@@ -106,24 +106,49 @@ static qkv_simt_range put_range(const qkv_simt_shape *shape, const qkv_simt_rang
   const size_t partials = QKV_SIMT_RANGE_RUNS * (size_t)QKV_SIMT_PARTIAL_BYTES(shape->dim, shape->rows);
   const uint8_t *pages[QKV_SIMT_RANGE_PAGES] = {NULL};
   qkv_simt_range made = *range;
-  for (uint32_t i = range->first; i < range->end; i++)
-    pages[i] = put(range->pages[i], ((const qkv_page_header *)(const void *)range->pages[i])->bytes);
+  const size_t before = shape->turn != NULL ? QKV_SIMT_TURN_BYTES((size_t)shape->dim) : 0;  // turns, or anything
+  for (uint32_t i = range->first; i < range->end; i++) {
+    const qkv_page_header *header = (const qkv_page_header *)(const void *)range->pages[i];
+    pages[i] = (const uint8_t *)put(range->pages[i] - before, before + header->bytes) + before;
+  }
   made.pages = put(pages, sizeof pages);
-  made.queries = put(range->queries, QKV_SIMT_QUERY_BYTES(shape->dim));
+  made.queries = put(range->queries, qkv_simt_query_bytes(shape));
   if (range->seen != NULL) made.seen = put(range->seen, (size_t)shape->rows * 2 * sizeof *range->seen);
   made.partials = put(NULL, copies * partials);
   return made;
+}
+
+// The tables that a calibrated range has, and memory for its turned queries.
+static qkv_simt_turn put_turn(const qkv_simt_shape *shape, const qkv_simt_turn *turn, qkv_simt_range *range) {
+  const size_t dim = shape->dim;
+  const qkv_simt_frame *frame = (const qkv_simt_frame *)(const void *)turn->frame;
+  qkv_simt_turn made = *turn;
+  made.queries = range->queries;
+  made.head = put(turn->head, QKV_SIMT_HEAD_BYTES(dim, frame != NULL));
+  made.pages = range->pages;
+  if (frame != NULL) made.frame = put(turn->frame, QKV_SIMT_FRAME_BYTES(frame->stride, frame->fast));
+  made.turned = put(NULL, QKV_SIMT_RANGE_PAGES * QKV_SIMT_TURNED_BYTES(dim));
+  range->turned = made.turned;
+  range->steps = (const float *)(const void *)made.head;
+  return made;
+}
+
+static void run_turn(const qkv_simt_shape *shape, const qkv_simt_turn_args *args) {
+  run(shape->turn, QKV_SIMT_TURN_SHARED_BYTES(shape->dim), args->count * QKV_SIMT_TURN_BLOCKS, QKV_SIMT_WARPS * 32,
+      args, sizeof *args);
 }
 
 void launch_attend(const launch_work *work) {
   const size_t bytes = QKV_SIMT_PARTIAL_BYTES(work->shape->dim, work->shape->rows);
   qkv_simt_range ranges[32];
   qkv_simt_merge merges[32];
+  qkv_simt_turn turns[32];
   if (work->count > 32) exit(1);
   filled = 0;
   const qkv_simt_tables *tables = put(work->tables, sizeof *work->tables);
   for (uint32_t i = 0; i < work->count; i++) {
     ranges[i] = put_range(work->shape, &work->ranges[i], 1);
+    if (work->shape->turn != NULL) turns[i] = put_turn(work->shape, &work->turns[i], &ranges[i]);
     merges[i] = (qkv_simt_merge){.partials = ranges[i].partials,
                                  .out = (uint8_t *)(uintptr_t)(results_at + i * bytes),
                                  .first = work->merges[i].first,
@@ -135,7 +160,10 @@ void launch_attend(const launch_work *work) {
                                      .count = work->count,
                                      .dim = work->shape->dim,
                                      .rows = work->shape->rows};
+  qkv_simt_turn_args turn = {.count = work->count};
+  if (work->shape->turn != NULL) turn.turns = put(turns, work->count * sizeof *turns);
   MUST(MemcpyHtoDAsync(area, copy, filled, stream));
+  if (work->shape->turn != NULL) run_turn(work->shape, &turn);
   run_attend(work->shape, &attend);
   run("qkv_simt_merge_partials", 0, merge.count, QKV_SIMT_MERGE_THREADS, &merge, sizeof merge);
   wait();

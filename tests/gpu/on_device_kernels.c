@@ -17,7 +17,11 @@ static void emulate(emulator_kernel *kernel, const void *args, uint32_t blocks, 
 #define ROW_OF(name) ROW(name)
 #define ROW_SHAPE(dim, rows, query_parts, weight_parts) \
   ROW_OF(qkv_simt_attend_##dim##x##rows##_q##query_parts##w##weight_parts)
+#define RUN_CALIBRATED(dim) RUN(qkv_simt_calibrated_##dim) RUN(qkv_simt_turn_##dim)
+#define ROW_CALIBRATED(dim) ROW(qkv_simt_calibrated_##dim) ROW(qkv_simt_turn_##dim)
 QKV_SIMT_SHAPES(RUN_SHAPE)
+QKV_SIMT_CALIBRATED(RUN_CALIBRATED)
 RUN(qkv_simt_merge_partials)
 
-const fake_cuda_kernel fake_cuda_kernels[] = {QKV_SIMT_SHAPES(ROW_SHAPE) ROW(qkv_simt_merge_partials){0}};
+const fake_cuda_kernel fake_cuda_kernels[] = {QKV_SIMT_SHAPES(ROW_SHAPE) QKV_SIMT_CALIBRATED(ROW_CALIBRATED)
+                                                  ROW(qkv_simt_merge_partials){0}};

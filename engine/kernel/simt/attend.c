@@ -14,6 +14,7 @@
 // and a sign on the other, and the product adds both up; the entries allow for the signs.
 #include "engine/kernel/simt/attend.h"
 
+#include "engine/kernel/simt/calibrated.h"
 #include "engine/kernel/simt/simt.h"
 
 // To count the instructions of a page (tests/gpu/count.py): 2 or 4 compiles only the path of so many bits, without
@@ -47,7 +48,8 @@ typedef struct warp_shared {
   float scales[QKV_SIMT_COLUMNS], decays[QKV_SIMT_COLUMNS];  // by row: of the page's weights, of the sums so far
   float outliers[QKV_SIMT_COLUMNS]
                 [QKV_SIMT_OUTLIERS];  // by row and outlier row: scores of keys, then weights of values
-  uint32_t unused[32 - (QKV_SIMT_SLOTS + 1) / 2 * 4];
+  float weight_limit;                 // calibrated
+  uint32_t unused[31 - (QKV_SIMT_SLOTS + 1) / 2 * 4];
 } warp_shared;
 
 #ifdef __cplusplus
@@ -109,17 +111,19 @@ SIMT_INLINE code_places places_of(uint32_t depths, unsigned group, unsigned dim,
 // ---- Codes to operands ----
 
 typedef struct look_up {
-  uint32_t fields;
+  uint32_t even_fields, odd_fields;
   simt_quad even, odd;  // deep: entries of both choices
 } look_up;
 
-SIMT_INLINE look_up look_up_of(bool deep, const qkv_simt_tables *tables, unsigned kind) {
+// Kinds of the numbers in even fields and in odd ones.
+SIMT_INLINE look_up look_up_of(bool deep, const qkv_simt_tables *tables, unsigned even, unsigned odd) {
   look_up entries;
   if (deep) {
-    entries.even = simt_load_quad(tables->nibbles[kind].even);
-    entries.odd = simt_load_quad(tables->nibbles[kind].odd);
+    entries.even = simt_load_quad(tables->nibbles[even].even);
+    entries.odd = simt_load_quad(tables->nibbles[odd].odd);
   } else {
-    entries.fields = tables->fields[kind];
+    entries.even_fields = tables->fields[even];
+    entries.odd_fields = tables->fields[odd];
   }
   return entries;
 }
@@ -128,10 +132,10 @@ SIMT_INLINE look_up look_up_of(bool deep, const qkv_simt_tables *tables, unsigne
 SIMT_INLINE void expand(bool deep, const look_up *entries, uint32_t first, uint32_t second, uint32_t out[2][4]) {
   if (!deep) {
     const uint32_t even = first & 0x33333333, odd = first >> 2 & 0x33333333;
-    out[0][0] = simt_choose(entries->fields, entries->fields, even);
-    out[0][1] = simt_choose(entries->fields, entries->fields, even >> 16);
-    out[0][2] = simt_choose(entries->fields, entries->fields, odd);
-    out[0][3] = simt_choose(entries->fields, entries->fields, odd >> 16);
+    out[0][0] = simt_choose(entries->even_fields, entries->even_fields, even);
+    out[0][1] = simt_choose(entries->even_fields, entries->even_fields, even >> 16);
+    out[0][2] = simt_choose(entries->odd_fields, entries->odd_fields, odd);
+    out[0][3] = simt_choose(entries->odd_fields, entries->odd_fields, odd >> 16);
     return;
   }
   const uint32_t even = (first & 0x33333333) | (second & 0xcccccccc),
@@ -154,6 +158,20 @@ SIMT_INLINE float sum_value(int32_t sum) {
   return simt_float((uint32_t)sum) - 12582912.0f;
 }
 
+// sums += two rows of 16 bytes each . the operands `by`, bytes of 16 numbers.
+SIMT_INLINE void multiply_operands(bool is_signed, const uint32_t x[4], const uint32_t y[4], const uint32_t by[4],
+                                   int32_t sums[4]) {
+  SIMT_UNROLL
+  for (unsigned o = 0; o < 4; o += 2) {
+    const uint32_t a[SIMT_A_WORDS] = {x[o], y[o], x[o + 1], y[o + 1]};
+    if (is_signed) {
+      simt_multiply_s8(sums, a, by + o);
+    } else {
+      simt_multiply_u8(sums, a, by + o);
+    }
+  }
+}
+
 // sums += two rows of 16 codes each (word `at` of the quads and the next) . the operands `by`.
 SIMT_INLINE void multiply_rows(bool deep, bool is_signed, const look_up *entries, const simt_quad *first,
                                const simt_quad *second, unsigned at, const uint32_t by[4], int32_t sums[4]) {
@@ -161,15 +179,7 @@ SIMT_INLINE void multiply_rows(bool deep, bool is_signed, const look_up *entries
   expand(deep, entries, first->words[at], second->words[at], x);
   expand(deep, entries, first->words[at + 1], second->words[at + 1], y);
   SIMT_UNROLL
-  for (unsigned i = 0; i < (deep ? 4u : 2u); i++) {
-    const unsigned summand = i / 2, o = i % 2 * 2;
-    const uint32_t a[SIMT_A_WORDS] = {x[summand][o], y[summand][o], x[summand][o + 1], y[summand][o + 1]};
-    if (is_signed) {
-      simt_multiply_s8(sums, a, by + o);
-    } else {
-      simt_multiply_u8(sums, a, by + o);
-    }
-  }
+  for (unsigned i = 0; i < (deep ? 2u : 1u); i++) multiply_operands(is_signed, x[i], y[i], by, sums);
 }
 
 // 16 bytes in the order of operands.
@@ -271,30 +281,6 @@ SIMT_INLINE float outlier_score(const uint8_t *numbers, bool wide, float scale, 
   return sum + simt_exchange_float(sum, 2);
 }
 
-// ---- The ring ----
-
-// Half `half` of a run into its slot: keys of page half / 2 with all gains, or values.
-SIMT_INLINE void fetch_half(warp_shared *shared, uint8_t *slots, unsigned half, unsigned dim) {
-  const uint32_t *entry = shared->directories[half / 2];
-  const uint8_t *block = shared->pages[half / 2] + entry[0];
-  const uint32_t key_bytes = 2 * TOKENS + bytes_of_all(depths_of(entry[1]), dim), depths = depths_of(entry[2]);
-  const unsigned slot = half % QKV_SIMT_SLOTS, group = LANE % GROUPS;
-  uint8_t *to = slots + slot * QKV_SIMT_SLOT_BYTES(dim);
-  if (half % 2 == 0) {
-    simt_copy(&shared->gates[slot], 1, key_bytes, to, block, key_bytes);
-  } else {
-    const uint32_t before = bytes_before(depths, group, dim);
-    simt_copy(&shared->gates[slot], GROUPS, bytes_of_all(depths, dim), to + before + group * QKV_SIMT_APART,
-              block + key_bytes + before, 2 * dim * (depths >> (8 * group) & 255));
-  }
-}
-
-SIMT_INLINE const uint8_t *wait_for_half(warp_shared *shared, uint8_t *slots, unsigned half, unsigned dim) {
-  const unsigned slot = half % QKV_SIMT_SLOTS;
-  simt_copy_wait(&shared->gates[slot], half / QKV_SIMT_SLOTS);
-  return slots + slot * QKV_SIMT_SLOT_BYTES(dim);
-}
-
 // ---- The kernels ----
 
 #define SHAPE_NAME qkv_simt_attend_64x4_q1w1
@@ -352,6 +338,30 @@ SIMT_INLINE const uint8_t *wait_for_half(warp_shared *shared, uint8_t *slots, un
 #define SHAPE_QUERY_PARTS 2
 #define SHAPE_WEIGHT_PARTS 2
 #include "engine/kernel/simt/attend_shape.inc"
+
+// ---- Calibrated codes ----
+
+#define SHAPE_CALIBRATED 1
+#define SHAPE_NAME qkv_simt_calibrated_64
+#define SHAPE_DIM 64
+#define SHAPE_ROWS QKV_SIMT_FRAME_ROWS
+#define SHAPE_QUERY_PARTS 2
+#define SHAPE_WEIGHT_PARTS 2
+#include "engine/kernel/simt/attend_shape.inc"
+
+#define SHAPE_CALIBRATED 1
+#define SHAPE_NAME qkv_simt_calibrated_128
+#define SHAPE_DIM 128
+#define SHAPE_ROWS QKV_SIMT_FRAME_ROWS
+#define SHAPE_QUERY_PARTS 2
+#define SHAPE_WEIGHT_PARTS 2
+#include "engine/kernel/simt/attend_shape.inc"
+
+#define TURN_DIM 64
+#include "engine/kernel/simt/turn.inc"
+
+#define TURN_DIM 128
+#include "engine/kernel/simt/turn.inc"
 
 // ---- Merging ----
 

