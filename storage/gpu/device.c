@@ -327,6 +327,12 @@ static qkv_status wait_for(qkv_gpu_device *device, qkv_cuda_event event, const c
   }
 }
 
+// Kernels or copies may still run, and read and write what would be reused: no error leaves the device as it is.
+static qkv_status while_running(qkv_gpu_device *device, qkv_status status, const char *what, qkv_error *error) {
+  if (status != QKV_RESOURCE_EXHAUSTED) return status;
+  return end_of_use(device, error, what, "out of memory while it ran");
+}
+
 // ---- Uploads ----
 
 static qkv_status wait_for_half(qkv_gpu_device *device, half *of, qkv_error *error) {
@@ -361,7 +367,6 @@ static qkv_status fill_half(qkv_gpu_device *device, half *of, const qkv_gpu_copy
 
 static qkv_status upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, size_t count, qkv_error *error) {
   size_t copy = 0, offset = 0;
-  QKV_TRY(enter(device, error));
   for (size_t turn = 0; copy < count; turn++) {
     half *of = &device->halves[turn % HALVES];
     QKV_TRY(wait_for_half(device, of, error));
@@ -373,7 +378,8 @@ static qkv_status upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, siz
 
 qkv_status qkv_gpu_upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, size_t count, qkv_error *error) {
   pthread_mutex_lock(&device->uploading);
-  const qkv_status status = upload(device, copies, count, error);
+  qkv_status status = enter(device, error);
+  if (status == QKV_OK) status = while_running(device, upload(device, copies, count, error), "an upload", error);
   pthread_mutex_unlock(&device->uploading);
   return status;
 }
@@ -424,6 +430,7 @@ qkv_status qkv_gpu_wait(qkv_gpu_call *call, qkv_error *error) {
   if (status == QKV_OK)
     status = judge(device, device->driver->EventRecord(call->done, call->stream), "cuEventRecord", error);
   if (status == QKV_OK) status = wait_for(device, call->done, "a call", error);
+  status = while_running(device, status, "a call", error);
   call->launched = false;
   if (status == QKV_OK) atomic_fetch_add_explicit(&device->ended, 1, memory_order_relaxed);
   return status;

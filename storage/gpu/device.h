@@ -5,9 +5,10 @@
 //
 // Each call has a stream, so that calls overlap. Their number is fixed; a caller that finds none computes elsewhere.
 //
-// Failure: running out of memory is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, and a
-// call that does not end in time, ends the use of the device, as the driver's contexts do not recover: the device is
-// down, logs that once, and every later operation is QKV_UNAVAILABLE. Close it and open it again to retry.
+// Failure: running out of memory is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, any at
+// all in an upload or a wait, and a call that does not end in time, ends the use of the device, as the driver's
+// contexts do not recover: the device is down, logs that once, and every later operation is QKV_UNAVAILABLE. Close it
+// and open it again to retry.
 //
 // Threads: any, all functions but open and close; a call belongs to one thread at a time.
 #ifndef QKV_STORAGE_GPU_DEVICE_H

@@ -148,6 +148,21 @@ static void memory_that_runs_out_is_no_failure(void **state) {
   assert_nothing_is_left();
 }
 
+// What runs would read memory that others are given next.
+static void memory_that_runs_out_meanwhile_is_one(void **state) {
+  (void)state;
+  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery"};
+  for (size_t i = 0; i < 3; i++) {
+    qkv_gpu_device *device = open_one();
+    qkv_error error = {0};
+    fake_fail(functions[i], 2, QKV_CUDA_OUT_OF_MEMORY);
+    for (int n = 0; n < 3 && qkv_gpu_is_up(device); n++) (void)upload_and_add(device, 1, &error);
+    assert_false(qkv_gpu_is_up(device));
+    qkv_gpu_close(&device);
+    assert_nothing_is_left();
+  }
+}
+
 // Any function fails, at any call: an error, never a wrong number, and nothing is leaked.
 static void every_function_may_fail(void **state) {
   (void)state;
@@ -243,6 +258,7 @@ int main(void) {
                                      cmocka_unit_test(devices_have_names),
                                      cmocka_unit_test(calls_have_a_limit),
                                      cmocka_unit_test(memory_that_runs_out_is_no_failure),
+                                     cmocka_unit_test(memory_that_runs_out_meanwhile_is_one),
                                      cmocka_unit_test(every_function_may_fail),
                                      cmocka_unit_test(many_threads),
                                      cmocka_unit_test(what_does_not_end_is_given_up)};
