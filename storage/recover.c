@@ -683,6 +683,8 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
     storage->sessions = on.sessions;
     on.sessions = NULL;
     qkvi_sessions_run(storage->sessions, qkvi_sweep, storage);
+    if (restore != NULL && restore->reach != NULL)
+      qkvi_sessions_tell_reach(storage->sessions, restore->reach, restore->context);
   }
   qkvi_sessions_destroy(&on.sessions);
   free(on.view);

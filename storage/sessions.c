@@ -399,6 +399,51 @@ uint64_t qkvi_session_number(const qkvi_session *session) {
   return session->session;
 }
 
+// ---- What heirs still take ----
+
+static uint32_t heirs_layers(const qkvi_session *session) {
+  uint32_t layers = 0;
+  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) {
+    if (heir->layers > layers) layers = heir->layers;
+  }
+  return layers;
+}
+
+static void lower(uint64_t *limits, uint32_t layers, const session_cut *cut) {
+  for (uint32_t layer = 0; layer < layers; layer++) {
+    if (cut->layer != QKV_LAYER_ALL && cut->layer != layer) continue;
+    if (cut->position < limits[layer]) limits[layer] = cut->position;
+  }
+}
+
+// `reach` and `limits` have place for the layers.
+static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t *limits, uint32_t layers) {
+  // Cuts behind a fork separate it from what is put later: all of these, as nothing was put before now.
+  memset(limits, 0xff, layers * sizeof *limits);
+  memset(reach, 0, layers * sizeof *reach);
+  const session_cut *cut = session->cuts;
+  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) {
+    for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) lower(limits, layers, cut);
+    for (uint32_t layer = 0; layer < heir->layers; layer++) {
+      const uint64_t both = heir->reach[layer] < limits[layer] ? heir->reach[layer] : limits[layer];
+      if (both > reach[layer]) reach[layer] = both;
+    }
+  }
+}
+
+void qkvi_sessions_tell_reach(const qkvi_sessions *sessions,
+                              void (*tell)(void *context, uint64_t session, const uint64_t *reach, uint32_t layers),
+                              void *context) {
+  for (const qkvi_session *at = sessions->known; at != NULL; at = at->hh.next) {
+    const uint32_t layers = at->dead ? 0 : heirs_layers(at);
+    if (layers == 0) continue;
+    uint64_t *reach = qkvi_checked(malloc(2 * layers * sizeof *reach));
+    reach_behind(at, reach, reach + layers, layers);
+    tell(context, at->session, reach, layers);
+    free(reach);
+  }
+}
+
 // ---- One view ----
 
 void qkvi_view_init(qkvi_view *view, const qkvi_session *session) {

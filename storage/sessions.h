@@ -87,6 +87,10 @@ uint32_t qkvi_view_tokens(const qkvi_view *view, const qkvi_entry *entry);
 
 // The scan is over. sweep() may not change `sessions`.
 void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *context);
+// Of each open session that has heirs: how far their views go, in each layer, into what is put for it from now on.
+void qkvi_sessions_tell_reach(const qkvi_sessions *sessions,
+                              void (*tell)(void *context, uint64_t session, const uint64_t *reach, uint32_t layers),
+                              void *context);
 // The entry that opens it could not be written: it must not be forked.
 void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session);

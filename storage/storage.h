@@ -65,7 +65,7 @@ typedef struct qkv_record_info {
   uint64_t extent;       // bytes that the record takes on the disk, a multiple of 4096
 } qkv_record_info;
 
-// Called during open, on the caller's thread, in three passes.
+// Called during open, on the caller's thread, in four passes.
 // 1. entry(): all entries in their order, without those of closed sessions and of sessions that are given up, and
 //    without superseded ones. false drops the entry for good, with a SESSION_OPEN or SESSION_FORK its session, but
 //    never a SESSION_TRUNCATE. The parent of a SESSION_FORK may be a session that was not reported.
@@ -75,6 +75,9 @@ typedef struct qkv_record_info {
 //    nearest ancestor with the highest number.
 // 3. keep(): once more the entries that are kept, in their order. false drops one, of the kinds MODEL and
 //    CALIBRATION, that is no longer needed. Not called where segments were not read.
+// 4. reach(): of each open session that has heirs, in each layer, how far their views go into what is put for it from
+//    now on. Where a crash has left less of the session than that, truncate it to what is left before anything is put
+//    for it: else its heirs get that in place of rows that they had.
 // Any may be NULL: everything is kept.
 //
 // Where stats.unread_segments is not 0 afterwards, every session may have more records than were reported, its own
@@ -85,6 +88,7 @@ typedef struct qkv_storage_restore {
   bool (*entry)(void *context, const qkv_journal_entry *entry);
   void (*record)(void *context, const qkv_record_info *info);
   bool (*keep)(void *context, const qkv_journal_entry *entry);
+  void (*reach)(void *context, uint64_t session, const uint64_t *reach, uint32_t layers);
 } qkv_storage_restore;
 
 // Recovers the content of the directory and starts the storage thread. FAILED_PRECONDITION: another process has the

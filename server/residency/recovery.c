@@ -33,6 +33,7 @@ typedef struct recovery {
     uint64_t *beyond;  // for each layer the end of its pages beyond a gap, 0 without; NULL: no layer has any
     uint64_t *limits;  // of a fork: below these it has what its parent puts, now and later; for each layer, then for
                        // the hashes of token ids; NULL: not a fork
+    uint64_t *reach;   // for each layer how far its heirs have what is put for it from now on; NULL: it has none
     struct hash_cut {
       uint64_t position, watermark;  // hashes behind the position of records below the watermark do not count
       struct hash_cut *next;
@@ -410,6 +411,17 @@ static void on_record(void *context, const qkv_record_info *info) {
   if (meta->kind == QKVI_RECORD_ROWS) qkvi_found_rows_add(all->rows, info, ids_end(found, info));
 }
 
+static void on_reach(void *context, uint64_t session, const uint64_t *reach, uint32_t layers) {
+  recovery *all = context;
+  struct found_session *found;
+  HASH_FIND(hh, all->sessions, &session, sizeof session, found);
+  if (found == NULL || found->closed) return;
+  const uint32_t own = qkv_session_model(found->session)->layers;
+  found->reach = calloc(own, sizeof *found->reach);
+  if (found->reach == NULL) abort();
+  memcpy(found->reach, reach, (layers < own ? layers : own) * sizeof *reach);
+}
+
 // ---- What stays in the journal ----
 
 // A calibration that a page is coded with, or that pages to come will be: the last one of its model.
@@ -467,6 +479,7 @@ static void drop(recovery *all) {
     qkv_session_unref(&found->session);
     free(found->beyond);
     free(found->limits);
+    free(found->reach);
     for (struct hash_cut *cut = found->hash_cuts, *next_cut; cut != NULL; cut = next_cut) {
       next_cut = cut->next;
       free(cut);
@@ -502,6 +515,8 @@ static qkv_status end_layer(const recovery *all, const struct found_session *fou
   uint64_t beyond = found->beyond == NULL ? 0 : found->beyond[layer];
   // Rows that the parent puts there from now on differ from those that were lost.
   if (found->limits != NULL && found->limits[layer] > beyond) beyond = found->limits[layer];
+  // Its heirs may have what is lost here, and must not get what is put in its place.
+  if (found->reach != NULL && found->reach[layer] > beyond) beyond = found->reach[layer];
   QKV_TRY(qkvi_found_rows_take(all->rows, all->residency->storage, found->session, found->number, layer,
                                unread ? window + QKV_PAGE_TOKENS - 1 : UINT64_MAX, &end->length, &beyond, readable,
                                error));
@@ -578,7 +593,8 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
                                   qkv_error *error) {
   recovery all = {
       .residency = residency, .options = options, .at_session = UINT64_MAX, .rows = qkvi_found_rows_create()};
-  const qkv_storage_restore restore = {.context = &all, .entry = on_entry, .record = on_record, .keep = on_keep};
+  const qkv_storage_restore restore = {
+      .context = &all, .entry = on_entry, .record = on_record, .keep = on_keep, .reach = on_reach};
   qkv_storage_config config;
   qkv_storage_config_init(&config);
   config.directory = options->data_dir;

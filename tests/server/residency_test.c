@@ -389,93 +389,6 @@ static void test_closing_while_the_disk_fails(void **unused) {
   teardown(&s);
 }
 
-// Whether all ends are in the journal, at most a minute later.
-static bool await_closes(qkvi_residency *residency) {
-  const int64_t until = qkvi_now_ms() + 60000;
-  for (uint64_t seen = qkvi_progress_count(residency);; seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS)) {
-    const bool waiting = qkvi_closes_waiting(residency);
-    if (!waiting || qkvi_now_ms() > until) return !waiting;
-  }
-}
-
-// Journals a fork of the session that is then refused in memory.
-static void fork_in_vain(const scene *s, qkv_session *parent) {
-  const uint64_t positions[LAYERS] = {0};
-  qkvi_catalogue_fork fork;
-  qkv_session_config config = *qkv_session_config_of(parent);
-  config.name = "fork";
-  assert_int_equal(qkvi_catalogue_enlist(s->residency, &config, NULL), QKV_OK);
-  assert_int_equal(qkvi_catalogue_fork_begin(s->residency, parent, &config, positions, &fork, NULL), QKV_OK);
-  qkvi_residency_lock(s->residency);
-  while (!fork.wait->done) (void)pthread_cond_wait(&s->residency->moved, &s->residency->lock);
-  qkvi_residency_unlock(s->residency);
-  atomic_store(&failing, true);
-  assert_int_equal(qkvi_catalogue_fork_done(&fork, NULL, NULL), QKV_INTERNAL);
-}
-
-// The journal does not take the ends of sessions for a while: they are written once it does, and nothing comes back.
-static void test_ends_are_written_again(void **unused) {
-  (void)unused;
-  scene s;
-  qkv_session *sessions[3];
-  static const char *names[] = {"closed", "dropped", "parent"};
-  uint64_t freed;
-  setup(&s, "pread");
-  for (int i = 0; i < 3; i++) {
-    sessions[i] = open_session(&s, names[i], QKV_DURABILITY_ASYNC);
-    assert_int_equal(append(&s, sessions[i], 0, 0, 64), QKV_OK);
-    sync_all(&s, sessions[i]);
-  }
-  fork_in_vain(&s, sessions[2]);
-  for (int i = 0; i < 2; i++) assert_int_equal(qkv_store_close_session(s.store, sessions[i], &freed, NULL), QKV_OK);
-  assert_int_equal(qkvi_catalogue_closed(s.residency, sessions[0], NULL), QKV_INTERNAL);
-  qkvi_catalogue_drop(s.residency, sessions[1]);
-  for (int i = 0; i < 3; i++) qkv_session_unref(&sessions[i]);
-  assert_true(qkvi_closes_waiting(s.residency));
-  atomic_store(&failing, false);
-  assert_true(await_closes(s.residency));
-  assert_int_equal(qkvi_write_back_failure(s.residency), QKV_OK);
-  restart(&s);
-  assert_int_equal(qkv_store_read_stats(s.store).sessions, 1);
-  sessions[2] = find_session(&s, "parent");
-  qkv_session_unref(&sessions[2]);
-  teardown(&s);
-}
-
-static unsigned failed_cuts(qkvi_residency *residency) {
-  qkvi_residency_lock(residency);
-  const unsigned count = HASH_COUNT(residency->failed_cuts);
-  qkvi_residency_unlock(residency);
-  return count;
-}
-
-// Truncations that the journal does not take: one of each session is kept, and none of a closed one.
-static void test_failed_truncations_are_few(void **unused) {
-  (void)unused;
-  scene s;
-  qkv_error error = {0};
-  setup(&s, "pread");
-  qkv_session *sessions[2] = {open_session(&s, "a", QKV_DURABILITY_ASYNC),
-                              open_session(&s, "b", QKV_DURABILITY_ASYNC)};
-  for (int i = 0; i < 2; i++) {
-    assert_int_equal(append(&s, sessions[i], 0, 0, 256), QKV_OK);
-    sync_all(&s, sessions[i]);
-  }
-  atomic_store(&failing, true);
-  for (uint64_t end = 200; end >= 190; end--) {
-    assert_int_equal(qkv_session_truncate(sessions[0], end, NULL, 0, NULL), QKV_OK);
-    assert_int_equal(qkvi_write_back_truncated(s.residency, sessions[0], &error), QKV_UNAVAILABLE);
-  }
-  atomic_store(&failing, false);
-  assert_int_equal(failed_cuts(s.residency), 1);
-  assert_true(qkvi_write_back_lost_truncation(s.residency, qkv_session_id(sessions[0])));
-  assert_false(qkvi_write_back_lost_truncation(s.residency, qkv_session_id(sessions[1])));
-  close_session(&s, &sessions[0]);
-  assert_int_equal(failed_cuts(s.residency), 0);
-  qkv_session_unref(&sessions[1]);
-  teardown(&s);
-}
-
 static uint64_t unread_segments(const scene *s) {
   qkv_storage_stats stats;
   qkv_storage_read_stats(s->residency->storage, &stats);
@@ -682,8 +595,6 @@ int main(void) {
       cmocka_unit_test(test_headroom_that_others_take_uring),
       cmocka_unit_test(test_headroom_that_others_take_pread),
       cmocka_unit_test(test_closing_while_the_disk_fails),
-      cmocka_unit_test(test_ends_are_written_again),
-      cmocka_unit_test(test_failed_truncations_are_few),
       cmocka_unit_test(test_what_is_not_read_stays),
       cmocka_unit_test(test_closing_before_it_is_journaled),
       cmocka_unit_test(test_a_check_that_is_refused),
