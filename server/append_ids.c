@@ -24,6 +24,7 @@ uint64_t qkvi_append_ids_cost(const qkvi_append_ids *ids) {
 
 qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *headroom, qkv_error *error) {
   if (ids->count == 0) return QKV_OK;
+  ids->cuts = qkv_session_tokens_cuts(ids->tokens);
   QKV_TRY(qkv_session_tokens_check(ids->tokens, ids->position, ids->ids, ids->count, error));
   const uint64_t cost = qkvi_append_ids_cost(ids);
   QKV_TRY(qkv_arena_reserve_in(ids->tokens->config.arena, headroom, cost, error));
@@ -33,7 +34,7 @@ qkv_status qkvi_append_ids_reserve(qkvi_append_ids *ids, uint64_t *headroom, qkv
 
 void qkvi_append_ids_done(qkvi_append_ids *ids, bool appended) {
   if (ids->count == 0) return;
-  if (appended) qkv_session_tokens_keep(ids->tokens, ids->position, ids->ids, ids->count, &ids->reserved);
+  if (appended) qkv_session_tokens_keep(ids->tokens, ids->cuts, ids->position, ids->ids, ids->count, &ids->reserved);
   qkv_arena_unreserve(ids->tokens->config.arena, ids->reserved);
   ids->reserved = 0;
 }

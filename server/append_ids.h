@@ -21,6 +21,7 @@ typedef struct qkvi_append_ids {
   size_t count;
   uint32_t *ids;          // `few`, or memory of their own
   uint64_t reserved;      // bytes of the arena
+  uint64_t cuts;          // of the session, before the rows are appended
   uint64_t pages_shared;  // that appends took from other sessions
   uint32_t few[64];
 } qkvi_append_ids;

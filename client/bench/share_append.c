@@ -84,7 +84,7 @@ static double append(scene *s, qkv_session *session) {
   must(qkv_session_tokens_check(held, 0, s->ids, tokens, NULL));
   must(qkv_arena_reserve(held->config.arena, reserved, NULL));
   must(qkv_session_append_in(session, 0, &use, 0, &k, &v, false, &appended, &length, NULL));
-  qkv_session_tokens_keep(held, 0, s->ids, tokens, &reserved);
+  qkv_session_tokens_keep(held, qkv_session_tokens_cuts(held), 0, s->ids, tokens, &reserved);
   const double ms = 1e3 * (qkv_bench_now() - begin);
   qkv_arena_unreserve(held->config.arena, reserved);
   s->taken += use.pages_shared;

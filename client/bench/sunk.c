@@ -192,11 +192,12 @@ static void append(const sunk_scene *s, qkv_session *session) {
     uint64_t appended, length;
     must(qkv_session_append(session, layer, 0, &k, &v, false, &appended, &length, &error), &error);
   }
-  qkv_arena *arena = qkv_session_tokens_of(session)->config.arena;
-  uint64_t reserved = qkv_session_tokens_cost(qkv_session_tokens_of(session), 0, TOKENS);
+  qkv_session_tokens *tokens = qkv_session_tokens_of(session);
+  qkv_arena *arena = tokens->config.arena;
+  uint64_t reserved = qkv_session_tokens_cost(tokens, 0, TOKENS);
   must(qkv_arena_reserve(arena, reserved, &error), &error);
   s->ids[0]++;
-  qkv_session_tokens_keep(qkv_session_tokens_of(session), 0, s->ids, TOKENS, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), 0, s->ids, TOKENS, &reserved);
   qkv_arena_unreserve(arena, reserved);
 }
 

@@ -587,43 +587,6 @@ uint32_t qkvi_session_next_layer(qkv_session *session) {
                     session->kind->model->layers);
 }
 
-static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t position) {
-  qkvi_session_lock_rows(layer_at(session, layer));
-  qkv_layer_truncate(qkvi_session_change(session, layer), position);
-  qkvi_session_changed(session, layer);
-  qkvi_session_unlock_rows(layer_at(session, layer));
-}
-
-// Hashes of ids that go without the records that have them, those of the last layer.
-static void cut_hashes(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count) {
-  const qkv_backing *backing = session->detached ? NULL : session->kind->config.backing;
-  if (backing == NULL || position >= qkv_session_tokens_length(&qkvi_working(session)->tokens)) return;
-  for (size_t i = 0; i < layer_count; i++) {
-    if (layers[i] == session->kind->model->layers - 1) return;
-  }
-  backing->cut(backing->context, session->id, session->kind->model->layers, position);
-}
-
-qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const uint32_t *layers, size_t layer_count,
-                                qkv_error *error) {
-  for (size_t i = 0; i < layer_count; i++) QKV_TRY(qkvi_session_check_layer(session, layers[i], error));
-  qkv_session_touch(session);
-  if (qkvi_session_is_new(session)) return QKV_OK;
-  QKV_TRY(qkvi_session_make_layers(session, NULL, error));
-  qkvi_session_lock_making(session);
-  atomic_fetch_add(&session->truncations, 1);
-  if (layer_count > 0) cut_hashes(session, position, layers, layer_count);
-  if (position < atomic_load(&session->whole)) qkv_session_set_whole(session, position);
-  qkv_session_tokens_truncate(&qkvi_working(session)->tokens, position);
-  if (layer_count == 0) {
-    for (uint32_t i = 0; i < session->kind->model->layers; i++) truncate_layer(session, i, position);
-  }
-  for (size_t i = 0; i < layer_count; i++) truncate_layer(session, layers[i], position);
-  qkvi_session_unlock_making(session);
-  qkvi_session_drop_unused(session);
-  return QKV_OK;
-}
-
 static void add_usage(qkv_layer_usage *sum, const qkv_layer_usage *usage) {
   sum->tokens_coded += usage->tokens_coded;
   sum->tokens_exact += usage->tokens_exact;

@@ -179,11 +179,19 @@ static bool push(qkv_session_tokens *tokens, uint32_t id, uint64_t *reserved) {
   return true;
 }
 
-void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t position, const uint32_t *ids, size_t count,
-                             uint64_t *reserved) {
+uint64_t qkv_session_tokens_cuts(qkv_session_tokens *tokens) {
+  lock(tokens);
+  const uint64_t cuts = tokens->cuts;
+  unlock(tokens);
+  return cuts;
+}
+
+void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t cuts, uint64_t position, const uint32_t *ids,
+                             size_t count, uint64_t *reserved) {
   assert(tokens->open != NULL);
   lock(tokens);
-  const bool continues = position <= tokens->length && check_locked(tokens, position, ids, count, NULL) == QKV_OK;
+  const bool continues = cuts == tokens->cuts && position <= tokens->length &&
+                         check_locked(tokens, position, ids, count, NULL) == QKV_OK;
   while (continues && tokens->length < position + count && push(tokens, ids[tokens->length - position], reserved)) {
   }
   unlock(tokens);
@@ -223,6 +231,7 @@ static void truncate_locked(qkv_session_tokens *tokens, uint64_t position) {
 
 void qkv_session_tokens_truncate(qkv_session_tokens *tokens, uint64_t position) {
   lock(tokens);
+  tokens->cuts++;
   if (position < tokens->length) truncate_locked(tokens, position);
   unlock(tokens);
 }

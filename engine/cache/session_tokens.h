@@ -43,6 +43,7 @@ typedef struct qkv_session_tokens {
   bool closed;               // it gets no holder any more
   qkvi_token_chunk *last;    // of the full pages, one reference; NULL: there is none
   uint64_t length;           // positions that have ids, or a hash
+  uint64_t cuts;             // truncations
   uint32_t *open;            // [QKV_PREFIX_PAGE] ids behind the full pages, length % 64 of them; NULL at first
 } qkv_session_tokens;
 
@@ -62,12 +63,16 @@ qkv_status qkv_session_tokens_check(qkv_session_tokens *tokens, uint64_t positio
                                     qkv_error *error);
 // Bytes of the arena that keeping `count` ids from `position` on takes.
 uint64_t qkv_session_tokens_cost(qkv_session_tokens *tokens, uint64_t position, size_t count);
+// How many truncations there were: an append asks before it adds rows.
+uint64_t qkv_session_tokens_cuts(qkv_session_tokens *tokens);
 // Keeps those that continue what is held, and indexes the pages that become full. They were checked; where another
-// thread has appended other ids meanwhile, none of them is kept. `*reserved` bytes of the arena are reserved; it gets
-// less by what is taken. Ids that it does not suffice for are not kept.
-void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t position, const uint32_t *ids, size_t count,
-                             uint64_t *reserved);
+// thread has appended other ids meanwhile, none of them is kept, nor where there were more truncations than `cuts`,
+// which may have taken the rows. `*reserved` bytes of the arena are reserved; it gets less by what is taken. Ids that
+// it does not suffice for are not kept.
+void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t cuts, uint64_t position, const uint32_t *ids,
+                             size_t count, uint64_t *reserved);
 // Positions from `position` on are dropped. Where that cuts a page whose ids are not known, its beginning, too.
+// Called before rows are cut, so that no ids are without rows, and again afterwards, for those of appends in between.
 void qkv_session_tokens_truncate(qkv_session_tokens *tokens, uint64_t position);
 
 // ---- Forks, and sessions found again ----

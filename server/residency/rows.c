@@ -237,7 +237,7 @@ static void keep_ids(qkv_session *session, const qkv_record_info *info, const ui
   const uint64_t cost = qkv_session_tokens_cost(tokens, position, count);
   if (qkv_arena_reserve(tokens->config.arena, cost, NULL) != QKV_OK) return;
   uint64_t reserved = cost;
-  qkv_session_tokens_keep(tokens, position, ids, count, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), position, ids, count, &reserved);
   qkv_arena_unreserve(tokens->config.arena, reserved);
 }
 

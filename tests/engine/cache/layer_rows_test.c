@@ -238,7 +238,7 @@ static void test_ids_go_with_the_rows(void **unused) {
   for (uint32_t i = 0; i < 100; i++) ids[i] = 1000 + i;
   qkv_session_tokens_init(&tokens, &config);
   qkv_session_tokens_give_open(&tokens, open);
-  qkv_session_tokens_keep(&tokens, 0, ids, 10, &reserved);
+  qkv_session_tokens_keep(&tokens, qkv_session_tokens_cuts(&tokens), 0, ids, 10, &reserved);
   append(&s, 0, 5);
   assert_false(put_records[1].has_ids);  // those of another layer do not
   s.layer.config.tokens = &tokens;
@@ -250,7 +250,7 @@ static void test_ids_go_with_the_rows(void **unused) {
   append_with(&s, 12, 15, &(qkv_row_ids){.position = 9, .count = 6, .ids = ids + 9});
   assert_true(put_records[4].has_ids);
   assert_memory_equal(put_records[4].ids, ids + 12, 3 * sizeof *ids);
-  qkv_session_tokens_keep(&tokens, 10, ids + 10, 5, &reserved);
+  qkv_session_tokens_keep(&tokens, qkv_session_tokens_cuts(&tokens), 10, ids + 10, 5, &reserved);
   append_with(&s, 15, 20, &(qkv_row_ids){.position = 13, .count = 7, .ids = ids + 13});
   assert_true(put_records[5].has_ids);
   assert_memory_equal(put_records[5].ids, ids + 15, 5 * sizeof *ids);

@@ -66,7 +66,7 @@ static void append_all(scene *s) {
   free_pair(&pair);
   reserved = qkv_session_tokens_cost(tokens, 0, TOKENS);
   assert_int_equal(qkv_arena_reserve(tokens->config.arena, reserved, NULL), QKV_OK);
-  qkv_session_tokens_keep(tokens, 0, s->ids, TOKENS, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), 0, s->ids, TOKENS, &reserved);
   qkv_arena_unreserve(tokens->config.arena, reserved);
 }
 

@@ -71,7 +71,7 @@ static uint64_t append(const scene *s, qkv_session *session, uint32_t layer, int
       qkv_session_append_in(session, layer, &use, begin, &pair.k.tensor, &pair.v.tensor, false, &appended, &length,
                             &error) != QKV_OK)
     fail_msg("%s", error.text);
-  qkv_session_tokens_keep(tokens, begin, s->ids + begin, end - begin, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), begin, s->ids + begin, end - begin, &reserved);
   qkv_arena_unreserve(s->arena, reserved);
   free_pair(&pair);
   return use.pages_shared;
@@ -173,7 +173,7 @@ static void copy_pages(const scene *s, qkv_session *from, qkv_session *to, uint3
   qkv_session_tokens *tokens = qkv_session_tokens_of(to);
   uint64_t reserved = qkv_session_tokens_cost(tokens, 0, COPIED * PAGE);
   assert_int_equal(qkv_arena_reserve(s->arena, reserved, &error), QKV_OK);
-  qkv_session_tokens_keep(tokens, 0, s->ids, COPIED * PAGE, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), 0, s->ids, COPIED * PAGE, &reserved);
   qkv_arena_unreserve(s->arena, reserved);
 }
 

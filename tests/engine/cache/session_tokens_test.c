@@ -45,7 +45,7 @@ static qkv_status append_ids(scene *s, qkv_session_tokens *tokens, uint64_t posi
   QKV_TRY(qkv_session_tokens_check(tokens, position, ids, count, error));
   uint64_t reserved = qkv_session_tokens_cost(tokens, position, count);
   QKV_TRY(qkv_arena_reserve(s->arena, reserved, error));
-  qkv_session_tokens_keep(tokens, position, ids, count, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), position, ids, count, &reserved);
   assert_int_equal(reserved, 0);
   return QKV_OK;
 }
@@ -160,6 +160,24 @@ static void truncation_cuts_anywhere(void **state) {
   }
 }
 
+// Rows that an append has added may be gone before it keeps their ids.
+static void ids_of_truncated_rows_are_not_kept(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s);
+  put(&s, &s.tokens, 0, 100);
+  const uint64_t cuts = qkv_session_tokens_cuts(&s.tokens);
+  uint64_t reserved = qkv_session_tokens_cost(&s.tokens, 100, 100);
+  assert_int_equal(qkv_arena_reserve(s.arena, reserved, NULL), QKV_OK);
+  qkv_session_tokens_truncate(&s.tokens, 100);
+  qkv_session_tokens_keep(&s.tokens, cuts, 100, s.ids + 100, 100, &reserved);
+  check_holds(&s, &s.tokens, 100);
+  qkv_session_tokens_keep(&s.tokens, cuts + 1, 100, s.ids + 100, 100, &reserved);
+  check_holds(&s, &s.tokens, 200);
+  qkv_arena_unreserve(s.arena, reserved);
+  teardown_scene(&s);
+}
+
 static void forks_share_and_part(void **state) {
   (void)state;
   const uint64_t positions[] = {0, 1, 63, 64, 65, 128, 200, 320, 330, 400};
@@ -228,7 +246,7 @@ static void without_memory_nothing_more_is_kept(void **state) {
   setup_scene(&s);
   uint64_t reserved = 2 * qkv_arena_cost(296);
   assert_int_equal(qkv_arena_reserve(s.arena, reserved, NULL), QKV_OK);
-  qkv_session_tokens_keep(&s.tokens, 0, s.ids, 500, &reserved);
+  qkv_session_tokens_keep(&s.tokens, qkv_session_tokens_cuts(&s.tokens), 0, s.ids, 500, &reserved);
   assert_int_equal(reserved, 0);
   check_holds(&s, &s.tokens, 3 * PAGE - 1);
   teardown_scene(&s);
@@ -285,7 +303,7 @@ static void keep(qkv_session *session, const uint32_t *ids, size_t count) {
   uint64_t reserved = qkv_session_tokens_cost(tokens, 0, count);
   qkv_arena *arena = qkv_account_arena(qkv_session_account(session));
   assert_int_equal(qkv_arena_reserve(arena, reserved, NULL), QKV_OK);
-  qkv_session_tokens_keep(tokens, 0, ids, count, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), 0, ids, count, &reserved);
   assert_int_equal(reserved, 0);
 }
 
@@ -402,6 +420,7 @@ int main(void) {
       cmocka_unit_test(another_id_is_refused_by_position),
       cmocka_unit_test(a_gap_ends_what_is_held),
       cmocka_unit_test(truncation_cuts_anywhere),
+      cmocka_unit_test(ids_of_truncated_rows_are_not_kept),
       cmocka_unit_test(forks_share_and_part),
       cmocka_unit_test(hashes_alone_stand_for_pages),
       cmocka_unit_test(without_memory_nothing_more_is_kept),
