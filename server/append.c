@@ -39,12 +39,20 @@ typedef struct append_stream {
 
 enum { TRIES = 4 };
 
+// Nothing is freed or brought back for an append that will be refused.
+static qkv_status check(qkv_session *session, const qkvi_item *item, qkv_error *error) {
+  const bool rows = item->pages == 0;
+  return qkv_session_append_check(session, item->layer, item->position, rows ? &item->k : NULL,
+                                  rows ? &item->v : NULL, error);
+}
+
 // What the append is compared with, and a reservation for the rest: then it fails only where others have changed the
 // layer meanwhile.
 static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
                           const qkvi_append_ids *ids, uint64_t *headroom, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const uint64_t end = item->position + (uint64_t)item->k.dims[0];
+  QKV_TRY(check(session, item, error));
   const qkvi_wanted wanted = {
       .call = call,
       .session = session,
@@ -135,6 +143,11 @@ static qkv_status append_evicting(const qkv_rpc_call *call, qkv_session *session
     *waits |= QKVI_WAIT_LAYERS;
     *error = (qkv_error){0};
     return QKV_UNAVAILABLE;
+  }
+  qkv_error invalid = {0};
+  if (status == QKV_RESOURCE_EXHAUSTED && check(session, item, &invalid) != QKV_OK) {
+    *error = invalid;
+    return invalid.status;
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
     // The layer is in memory: it was refused for want of memory.

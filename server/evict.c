@@ -35,6 +35,12 @@ static shortage look_at(const qkv_account *account, uint64_t bytes) {
                     .places = places == 0 ? 0 : beyond(usage.sessions + 1, places)};
 }
 
+static bool exceeds_quota(const qkv_account *account, uint64_t bytes) {
+  if (account == NULL) return false;
+  const uint64_t most = qkv_account_read(account).limits.host_bytes;
+  return most != 0 && bytes > most;
+}
+
 static bool is_met(const shortage *missing) {
   return missing->bytes == 0 && missing->places == 0;
 }
@@ -106,12 +112,12 @@ static void await_memory(const qkv_daemon *daemon, const qkv_account *account, u
 
 bool qkvi_evict(qkv_daemon *daemon, const qkv_account *account, const qkv_session *but, uint64_t bytes) {
   size_t closed = 0;
-  if (bytes > qkv_store_read_stats(daemon->store).memory.bytes_limit) return false;
+  if (bytes > qkv_store_read_stats(daemon->store).memory.bytes_limit || exceeds_quota(account, bytes)) return false;
   (void)pthread_mutex_lock(&daemon->evicting);
   shortage missing = look(daemon, bytes, 0), own = look_at(account, bytes);
   const bool was_met = is_met(&missing) && is_met(&own);  // another thread has done it meanwhile
   if (!is_met(&own)) closed = close_own(daemon, account, but, &own);
-  missing = look(daemon, bytes, 0);
+  missing = is_met(&own) ? look(daemon, bytes, 0) : (shortage){0};  // the tenant's quota still refuses it
   if (!is_met(&missing)) missing = look(daemon, bytes, SLACK);
   if (!is_met(&missing)) closed += close_some(daemon, false, but, &missing);
   if (!is_met(&missing)) closed += close_some(daemon, true, but, &missing);

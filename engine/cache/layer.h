@@ -145,6 +145,9 @@ void qkv_layer_deinit(qkv_layer *layer);  // frees everything
 // expected position is 64"), RESOURCE_EXHAUSTED (the arena's), UNAVAILABLE (rows are held in a cold page).
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
                             bool before_rope, uint64_t *appended, qkv_error *error);
+// Of these errors those of shapes and positions, before memory is freed for an append. k NULL: without shapes.
+qkv_status qkv_layer_append_check(const qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
+                                  qkv_error *error);
 
 // All exact rows become pages, the last one a short one: before rows leave memory, or to survive the process. Takes
 // no memory, as rows of usual sizes are larger than their codes; where they are not, RESOURCE_EXHAUSTED (the

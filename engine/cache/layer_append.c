@@ -75,15 +75,14 @@ static qkv_status check_shapes(const append *a, qkv_error *error) {
   return QKV_OK;
 }
 
-static qkv_status check_position(const append *a, qkv_error *error) {
-  const qkv_layer *layer = a->layer;
-  if (a->position > layer->length) {
+static qkv_status check_position(const qkv_layer *layer, uint64_t position, qkv_error *error) {
+  if (position > layer->length) {
     return qkv_fail(error, QKV_FAILED_PRECONDITION, "position is %" PRIu64 ", the expected position is %" PRIu64,
-                    a->position, layer->length);
+                    position, layer->length);
   }
-  if (a->position < layer->config.first_position) {
+  if (position < layer->config.first_position) {
     return qkv_fail(error, QKV_FAILED_PRECONDITION,
-                    "position is %" PRIu64 ", the session's first position is %" PRIu64, a->position,
+                    "position is %" PRIu64 ", the session's first position is %" PRIu64, position,
                     layer->config.first_position);
   }
   return QKV_OK;
@@ -413,6 +412,13 @@ static void apply(const append *a, const append_plan *plan) {
   free(pages);
 }
 
+qkv_status qkv_layer_append_check(const qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
+                                  qkv_error *error) {
+  const append a = {.model = layer->config.model, .k = k, .v = v, .position = position};
+  if (k != NULL) QKV_TRY(check_shapes(&a, error));
+  return check_position(layer, position, error);
+}
+
 qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tensor *k, const qkv_tensor *v,
                             bool before_rope, uint64_t *appended, qkv_error *error) {
   const qkv_model *model = layer->config.model;
@@ -426,7 +432,7 @@ qkv_status qkv_layer_append(qkv_layer *layer, uint64_t position, const qkv_tenso
   QKV_TRY(check_shapes(&a, error));
   a.end = position + (uint64_t)k->dims[0];
   QKV_TRY(check_rows(&a, error));
-  QKV_TRY(check_position(&a, error));
+  QKV_TRY(check_position(layer, position, error));
   if (position < layer->length) QKV_TRY(compare_held(&a, error));
   if (a.end <= layer->length) return QKV_OK;
 

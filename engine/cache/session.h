@@ -128,6 +128,9 @@ bool qkv_session_expired(const qkv_session *session);
 qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
                               const qkv_tensor *v, bool before_rope, uint64_t *appended, uint64_t *length,
                               qkv_error *error);
+// As qkv_layer_append_check, and INVALID_ARGUMENT where there is no such layer. Waits for the layer.
+qkv_status qkv_session_append_check(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                    const qkv_tensor *v, qkv_error *error);
 
 // What an append may use; zeros: nothing.
 typedef struct qkv_append_use {

@@ -4,6 +4,7 @@
 
 #include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_spill.h"
+#include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_share.h"
 #include "engine/cache/session_spill.h"
@@ -75,6 +76,26 @@ void qkvi_session_end_rows(const qkvi_row_change *change) {
 }
 
 // ---- Append ----
+
+// As its layer will be when it has one.
+static qkv_status check_first(qkv_session *session, uint32_t index, uint64_t position, const qkv_tensor *k,
+                              const qkv_tensor *v, qkv_error *error) {
+  qkv_layer layer;
+  if (qkv_session_is_folded(session)) return QKV_OK;  // its layers could not be made: not known yet
+  qkvi_session_init_layer(session, index, &layer);
+  const qkv_status status = qkv_layer_append_check(&layer, position, k, v, error);
+  qkv_layer_deinit(&layer);
+  return status;
+}
+
+qkv_status qkv_session_append_check(qkv_session *session, uint32_t layer, uint64_t position, const qkv_tensor *k,
+                                    const qkv_tensor *v, qkv_error *error) {
+  QKV_TRY(qkvi_session_check_layer(session, layer, error));
+  if (!qkvi_session_needs_layers(session)) return check_first(session, layer, position, k, v, error);
+  const qkv_status status = qkv_layer_append_check(qkvi_session_look(session, layer), position, k, v, error);
+  qkv_session_read_done(session, layer);
+  return status;
+}
 
 // Another coder for pages to come, where the model's calibration has changed. Readers need the coder unchanged.
 static bool renew_coder(qkv_session *session, uint32_t layer) {
