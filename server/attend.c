@@ -128,6 +128,7 @@ static qkv_status check_queries(attend_call *state, batch_part *part, qkv_error 
 }
 
 static qkv_status check_part(attend_call *state, batch_part *part, qkv_error *error) {
+  if (part->item->k.rank != 0) QKV_TRY(qkvi_call_check_role(state->call, QKVI_ROLE_WRITE, error));
   QKV_TRY(qkv_store_session(state->daemon->store, qkvi_call_tenant(state->call), part->item->session, &part->session,
                             error));
   QKV_TRY(qkvi_unfold(state->daemon->residency, state->call, part->session, &state->waits, error));
@@ -176,6 +177,7 @@ static void begin_check(attend_call *state) {
 static qkv_status find_into(attend_call *state, qkv_error *error) {
   const qkvi_region_part *part = &state->request.into;
   if (part->region.length == 0 || state->into != NULL) return QKV_OK;
+  QKV_TRY(qkvi_call_check_role(state->call, QKVI_ROLE_WRITE, error));
   return qkvi_regions_find(state->daemon->regions, qkvi_call_tenant(state->call), part, "results_into", &state->into,
                            error);
 }
@@ -508,15 +510,31 @@ static void drop_into(attend_call *state) {
   state->into = NULL;
 }
 
+static qkv_status write_one(const attend_call *state, size_t offset, uint64_t bytes, qkv_error *error) {
+  qkv_rpc_count_bytes(state->call, bytes);
+  return qkvi_region_write(state->into, state->request.into.offset + offset, state->block->data + offset, bytes,
+                           error);
+}
+
+// The results alone: what lies between them in the block is memory that others had.
+static qkv_status write_into(const attend_call *state, qkv_error *error) {
+  for (size_t i = 0; i < state->part_count; i++) {
+    const batch_part *part = &state->parts[i];
+    if (part->session == NULL || part->item->q.rank == 0) continue;
+    const qkv_model *model = qkv_session_model(part->session);
+    const uint64_t rows = (uint64_t)part->item->q.dims[0] * model->q_heads;
+    QKV_TRY(write_one(state, part->out, rows * model->value_dim * qkv_dtype_size(state->request.out_dtype), error));
+    QKV_TRY(write_one(state, part->lse, rows * sizeof(float), error));
+  }
+  return QKV_OK;
+}
+
 // The call may be over, and `state` freed, when this returns. The client may have gone and stopped the attends.
 static void answer(attend_call *state) {
   qkvi_request *request = &state->request;
   qkv_error error = {0};
   if (!qkvi_job_wanted(state->call)) return;
-  if (state->into != NULL && state->block != NULL &&
-      qkvi_region_write(state->into, request->into.offset, state->block->data, state->block_bytes, &error) != QKV_OK)
-    return qkvi_control_fail(state->call, &error);
-  if (state->into != NULL) qkv_rpc_count_bytes(state->call, state->block_bytes);
+  if (state->into != NULL && write_into(state, &error) != QKV_OK) return qkvi_control_fail(state->call, &error);
   qkv_wire_writer_clear(state->writer);
   for (size_t i = 0; i < state->part_count; i++) put_result(state, &state->parts[i]);
   qkv_wire_put_varint(state->writer, 2, request->id);

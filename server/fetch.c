@@ -143,6 +143,7 @@ static qkv_status find_into(fetch_stream *stream, qkv_part part, const Qkv__V1__
   if (stream->daemon->regions == NULL)
     return qkv_fail(error, QKV_UNIMPLEMENTED,
                     "%s.shared_memory_region is set, this daemon runs without --allow-client-shm", names[part]);
+  QKV_TRY(qkvi_call_check_role(stream->call, QKVI_ROLE_WRITE, error));
   if (!stream->wanted[part])
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is set, `part` leaves these rows out", names[part]);
   QKV_TRY(qkv_name_check(asked->shared_memory_region, names[part], error));

@@ -11,6 +11,8 @@
 
 #include "server/rpc_internal.h"
 
+enum { ALL_ROLES = QKVI_ROLE_READ | QKVI_ROLE_WRITE | QKVI_ROLE_ADMIN };
+
 #define TENANT_KEY "qkv-tenant"
 #define AUTHORIZATION_KEY "authorization"
 #define TRACE_KEY "traceparent"
@@ -119,19 +121,23 @@ static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, 
   if (known) return status;
   *error = (qkv_error){0};
   if (rules->anonymous || (rules->anonymous_unix && local)) {
-    *grant = (qkvi_grant){.roles = QKVI_ROLE_READ | QKVI_ROLE_WRITE | QKVI_ROLE_ADMIN};
+    *grant = (qkvi_grant){.roles = ALL_ROLES};
     return QKV_OK;
   }
   return qkv_fail(error, QKV_UNAUTHENTICATED,
                   "the call has no authorization: this daemon wants a bearer token or a client certificate");
 }
 
+static qkv_status lacks_role(unsigned role, qkv_error *error) {
+  return qkv_fail(error, QKV_PERMISSION_DENIED,
+                  "the call needs the role %s, which its token, certificate or user has not",
+                  qkvi_auth_role_name(role));
+}
+
 static qkv_status apply(const qkvi_grant *grant, const char *path, qkvi_identity *identity, qkv_error *error) {
   const unsigned role = qkvi_auth_role_of(path);
-  if (role != 0 && (grant->roles & role) == 0)
-    return qkv_fail(error, QKV_PERMISSION_DENIED,
-                    "the call needs the role %s, which its token, certificate or user has not",
-                    qkvi_auth_role_name(role));
+  if (role != 0 && (grant->roles & role) == 0) return lacks_role(role, error);
+  identity->roles = grant->roles;
   if (grant->tenant[0] == '\0') return QKV_OK;
   if (qkvi_auth_is_daemon_wide(path))
     return qkv_fail(error, QKV_PERMISSION_DENIED,
@@ -151,6 +157,7 @@ qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call,
   const unsigned role = qkvi_auth_role_of(path);
   identity->tenant[0] = '\0';
   identity->bound = false;
+  identity->roles = ALL_ROLES;
   identity->traceparent[0] = '\0';
   for (size_t i = 0; i < metadata->count; i++) {
     const grpc_metadata *pair = &metadata->metadata[i];
@@ -174,6 +181,10 @@ const char *qkvi_call_tenant(const qkv_rpc_call *call) {
 
 bool qkvi_call_is_bound(const qkv_rpc_call *call) {
   return call->identity.bound;
+}
+
+qkv_status qkvi_call_check_role(const qkv_rpc_call *call, qkvi_role role, qkv_error *error) {
+  return (call->identity.roles & role) != 0 ? QKV_OK : lacks_role(role, error);
 }
 
 qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error) {

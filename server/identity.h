@@ -21,6 +21,7 @@ typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
 typedef struct qkvi_identity {
   char tenant[QKV_NAME_MAX + 1];  // of the grant or the metadata, a valid name; "": neither has one
   bool bound;                     // the grant says it: no other tenant exists for this call
+  unsigned roles;                 // of qkvi_role, that the grant has
   char traceparent[56];           // of the metadata, as W3C's Trace Context has it; "": there is none
 } qkvi_identity;
 
@@ -42,6 +43,10 @@ const char *qkvi_call_tenant(const qkv_rpc_call *call);
 qkv_status qkvi_asked_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
 // The same, with "default" for "".
 qkv_status qkvi_request_tenant(const qkv_rpc_call *call, const char *field, const char **tenant, qkv_error *error);
+
+// Of a request that does more than its method needs, such as an Attend with rows to append: PERMISSION_DENIED unless
+// the call's token or certificate has the role.
+qkv_status qkvi_call_check_role(const qkv_rpc_call *call, qkvi_role role, qkv_error *error);
 
 // Whether the call's token or certificate is bound to one tenant: no other tenant exists for it.
 bool qkvi_call_is_bound(const qkv_rpc_call *call);

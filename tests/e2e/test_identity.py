@@ -12,11 +12,12 @@ import subprocess
 import time
 
 import grpc
+import numpy as np
 import pytest
 
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from health.v1 import health_pb2, health_pb2_grpc
-from kv import FP32, TIMEOUT
+from kv import FP32, TIMEOUT, tensor
 from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc, model_pb2
 from qkv.v1 import kv_cache_pb2 as kv
 
@@ -172,6 +173,31 @@ def test_roles(guarded, tokens):
         get_status(channel, bearer(known["a"]))
     status = get_status(channel, bearer(known["operator"]))
     assert next(metric.value for metric in status.metrics if metric.name == "qkvd_calls_denied_total") >= 2
+
+
+def test_a_reader_appends_nothing(guarded, tokens):
+    """Attend needs the role read; its items may have rows, which are appended first."""
+    _, known = tokens
+    channel = guarded.channel()
+    stub = kv_cache_pb2_grpc.KvCacheStub(channel)
+    open_session(channel, "read-only", bearer(known["a"]))
+    rows, queries = (tensor(np.ones((count, 1, 16), np.float32)) for count in (3, 1))
+
+    def attend(who, **fields):
+        item = kv.Item(session="read-only", q=queries, **fields)
+        return stub.Attend(kv.AttendRequest(items=[item]), metadata=bearer(known[who]), timeout=TIMEOUT)
+
+    def length():
+        return stub.GetSession(kv.GetSessionRequest(session="read-only"), metadata=bearer(known["a"]),
+                               timeout=TIMEOUT).lengths[0]
+
+    attend("a", k=rows, v=rows, position=0)
+    assert length() == 3
+    with fails(Code.PERMISSION_DENIED, "role write"):
+        attend("reader", k=rows, v=rows, position=3)
+    assert length() == 3
+    assert attend("reader", position=2).results[0].length == 3
+    stub.CloseSession(kv.CloseSessionRequest(session="read-only"), metadata=bearer(known["a"]), timeout=TIMEOUT)
 
 
 def test_admin_of_one_tenant_is_not_the_daemons(guarded, tokens):

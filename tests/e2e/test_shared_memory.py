@@ -517,3 +517,25 @@ def test_roles():
             assert regions(stub, metadata=metadata) == []
             with refused(CODE.PERMISSION_DENIED, "write"):
                 register(stub, "r", there.key, 0, 1, metadata)
+
+
+def test_results_bring_nothing_else(server, memory, make_cache):
+    """What lies between the results of a call, and in the place of those that failed, stays as it is."""
+    other, cache = make_cache(), make_cache(layers=2)
+    pattern = np.full((20000, 2, 16), np.frombuffer(b"\xc3" * 4, "<f4")[0], np.float32)
+    other.append(0, pattern, pattern, layer=0)
+    for _ in range(3):  # memory that the daemon has had other tenants' rows in
+        other.fetch()
+    cache.append(0, *cache.rows(4))
+    with Object(32 * MIB) as there:
+        register(memory, "into", there.key, 0, there.size)
+        gap = cache.item(100, *cache.rows(1), q=np.ones((50000, 4, 16), np.float32), layer=1)
+        good = cache.item(3, q=cache.queries(1))
+        answer = cache.stub.Attend(kv.AttendRequest(items=[gap, good], results_into=tensor_pb2.RegionPart(
+            shared_memory_region="into", shared_memory_byte_size=there.size)), timeout=TIMEOUT)
+        assert [result.status.code for result in answer.results] == [CODE.FAILED_PRECONDITION.value[0], 0]
+        written = np.zeros(there.size, bool)
+        for part in answer.results[1].out, answer.results[1].lse:
+            written[part.shared_memory_offset:part.shared_memory_offset + part.shared_memory_byte_size] = True
+        assert written.sum() == 4 * 16 * 4 + 4 * 4
+        assert (np.frombuffer(there.memory.buf, np.uint8)[~written] == 0x5A).all()
