@@ -257,7 +257,6 @@ static void read_call_quota(void *context, const char *tenant, qkvi_call_quota *
   bool by_default;
   (void)qkvi_quotas_get(daemon->quotas, tenant, &of, &by_default);
   *quota = (qkvi_call_quota){.calls = (uint64_t)of.calls,
-                             .models = (uint64_t)of.models,
                              .bytes_per_second = (uint64_t)of.bytes_per_second,
                              .rows_per_second = (uint64_t)of.rows_per_second,
                              .weight = (uint32_t)(of.weight > 0 ? of.weight : QKV_WEIGHT_DEFAULT)};

@@ -22,6 +22,11 @@ void qkvi_http2_frames_init(qkvi_http2_frames *frames, uint64_t now_ns) {
   *frames = (qkvi_http2_frames){.ns = now_ns};
 }
 
+static uint32_t stream_of(const qkvi_http2_cursor *cursor) {
+  const uint8_t *number = cursor->head + 5;
+  return (uint32_t)(number[0] & 0x7f) << 24 | (uint32_t)number[1] << 16 | (uint32_t)number[2] << 8 | number[3];
+}
+
 static void charge(qkvi_http2_frames *frames, uint64_t points, uint64_t work) {
   frames->points += points;
   frames->work += work;
@@ -45,9 +50,13 @@ static void give_back(qkvi_http2_frames *frames) {
 
 static void charge_headers(qkvi_http2_frames *frames, uint8_t type, uint8_t flags, uint32_t length) {
   const uint64_t points = 2 + length / KIB;
+  const uint32_t stream = stream_of(&frames->cursor);
   frames->block = (type == HEADERS ? 0 : frames->block) + length;
   charge(frames, points, 20 + length / (KIB / 8));
-  if (type == HEADERS) {
+  // gRPC ignores HEADERS of any other stream: no call begins, and no message of it comes.
+  frames->begins = type == HEADERS && stream % 2 == 1 && stream > frames->newest;
+  if (frames->begins) {
+    frames->newest = stream;
     frames->lent += points;
     frames->lent_to++;
   }
@@ -60,11 +69,6 @@ static void charge_data(qkvi_http2_frames *frames, uint8_t flags, uint32_t lengt
 }
 
 // ---- Where frames begin ----
-
-static uint32_t stream_of(const qkvi_http2_cursor *cursor) {
-  const uint8_t *number = cursor->head + 5;
-  return (uint32_t)(number[0] & 0x7f) << 24 | (uint32_t)number[1] << 16 | (uint32_t)number[2] << 8 | number[3];
-}
 
 // Takes bytes of a frame's head, as many as there are. True: it is whole.
 static bool read_head(qkvi_http2_cursor *cursor, const uint8_t *bytes, size_t count, size_t *at) {
@@ -91,7 +95,8 @@ static void follow(qkvi_http2_frames *frames) {
   const uint8_t type = cursor->head[3], flags = cursor->head[4];
   if (type == RST_STREAM || (type == DATA && (flags & END_STREAM) != 0))
     qkvi_http2_streams_end(&frames->streams, stream_of(cursor));
-  if (type == HEADERS && (flags & END_STREAM) == 0) qkvi_http2_streams_begin(&frames->streams, stream_of(cursor));
+  if (type == HEADERS && frames->begins && (flags & END_STREAM) == 0)
+    qkvi_http2_streams_begin(&frames->streams, stream_of(cursor));
 }
 
 static void begin_frame(qkvi_http2_frames *frames) {

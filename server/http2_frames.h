@@ -63,9 +63,11 @@ typedef struct qkvi_http2_frames {
   uint32_t lent_to;  // so many HEADERS
   uint32_t small;    // WINDOW_UPDATEs that have no point yet; a PING is as four
   uint32_t block;    // bytes of the header block under way
+  uint32_t newest;   // the largest number of a stream that a call began
   uint32_t prefix;   // the first bytes of a WINDOW_UPDATE's payload, as a number
   uint8_t preface;   // bytes of it that have come
   bool foreign;      // no HTTP/2
+  bool begins;       // the last HEADERS begin a call
   qkvi_http2_cursor cursor;
   qkvi_http2_streams streams;
 } qkvi_http2_frames;

@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Streams of one connection that are followed; gRPC allows fewer at once.
+// Streams of one connection that are followed: gRPC allows no more at once.
 #define QKVI_HTTP2_STREAMS_MAX 8192
 
 typedef struct qkvi_http2_stream qkvi_http2_stream;

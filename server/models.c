@@ -91,6 +91,18 @@ static qkv_status apply_calibration(qkv_daemon *daemon, const Qkv__V1__Model *me
   return qkv_model_calibrate(model, calibration, source, trusted, error);
 }
 
+static qkv_status register_within_quota(const qkv_rpc_call *call, const qkv_model *model,
+                                        const qkv_model **registered, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_quota quota;
+  bool by_default;
+  (void)qkvi_quotas_get(daemon->quotas, model->tenant, &quota, &by_default);
+  const qkv_status status =
+      qkv_store_register_model_within(daemon->store, model, (uint64_t)quota.models, registered, error);
+  if (status == QKV_RESOURCE_EXHAUSTED) qkv_rpc_count_refusal(call);
+  return status;
+}
+
 static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
                                 const qkv_model **registered, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
@@ -98,23 +110,11 @@ static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *
   qkv_status status = read_calibration(daemon, message, model, &calibration, error);
   if (status == QKV_OK) status = check_sharing(call, message, model, error);
   if (status == QKV_OK) status = check_replacing(call, message, model, calibration, error);
-  if (status == QKV_OK) status = qkv_store_register_model(daemon->store, model, registered, error);
+  if (status == QKV_OK) status = register_within_quota(call, model, registered, error);
   if (status == QKV_OK) status = apply_calibration(daemon, message, *registered, calibration, error);
   if (status == QKV_OK && message->shared)
     status = qkvi_catalogue_share_model(daemon->residency, daemon->store, *registered, error);
   qkv_calibration_unref(&calibration);
-  return status;
-}
-
-// A new model counts for its tenant.
-static qkv_status register_counted(qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
-                                   const qkv_model **registered, qkv_error *error) {
-  qkv_daemon *daemon = qkv_rpc_context(call);
-  const qkv_model *known = NULL;
-  const bool more = qkv_store_model(daemon->store, model->tenant, model->name, &known, NULL) != QKV_OK;
-  if (more) QKV_TRY(qkv_rpc_take_model(call, error));
-  const qkv_status status = register_read(call, message, model, registered, error);
-  if (more && status != QKV_OK) qkv_rpc_give_model(call);
   return status;
 }
 
@@ -139,7 +139,7 @@ static qkv_status register_model(qkv_rpc_call *call, const Qkv__V1__RegisterMode
   if (status != QKV_OK) {
     status = qkv_error_prefix(error, "model.");
   } else {
-    status = register_counted(call, request->model, &model, registered, error);
+    status = register_read(call, request->model, &model, registered, error);
   }
   qkvi_model_clear(&model);
   return status;

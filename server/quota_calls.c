@@ -68,7 +68,7 @@ static void write_tenant(qkvi_tenant_usage *from, tenant_message *to) {
   to->usage.host_bytes = from->host_bytes;
   to->usage.ssd_bytes = from->ssd_bytes;
   to->usage.sessions = from->sessions;
-  to->usage.models = from->calls.models;
+  to->usage.models = from->models;
   to->usage.calls = from->calls.calls;
   to->usage.bytes = from->calls.bytes;
   to->usage.rows = from->calls.rows;

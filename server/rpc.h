@@ -68,9 +68,8 @@ void qkv_rpc_count_bytes(const qkv_rpc_call *call, uint64_t bytes);
 qkv_share qkv_rpc_share(const qkv_rpc_call *call);
 // The holders that its responses are counted for; alive as long as the call.
 qkvi_holders qkvi_rpc_holders(const qkv_rpc_call *call);
-// Counts one more registered model: RESOURCE_EXHAUSTED names the quota. `give` undoes it where the model was not new.
-qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error);
-void qkv_rpc_give_model(qkv_rpc_call *call);
+// Counts a call that its handler refuses for a quota of the tenant.
+void qkv_rpc_count_refusal(const qkv_rpc_call *call);
 // The quotas have changed.
 void qkv_rpc_server_refresh_quotas(qkv_rpc_server *server);
 // The usage of a tenant's calls; all tenants, in no order.

@@ -385,12 +385,8 @@ qkvi_holders qkvi_rpc_holders(const qkv_rpc_call *call) {
   return qkvi_rpc_limits_holders(&call->place);
 }
 
-qkv_status qkv_rpc_take_model(qkv_rpc_call *call, qkv_error *error) {
-  return qkvi_rpc_limits_take_model(qkvi_rpc_server_limits(call->server), &call->place, error);
-}
-
-void qkv_rpc_give_model(qkv_rpc_call *call) {
-  qkvi_rpc_limits_give_model(qkvi_rpc_server_limits(call->server), &call->place);
+void qkv_rpc_count_refusal(const qkv_rpc_call *call) {
+  qkvi_rpc_limits_refused(qkvi_rpc_server_limits(call->server), &call->place);
 }
 
 void qkv_rpc_next(qkv_rpc_call *call) {

@@ -116,19 +116,39 @@ static void set_quota(const qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
   qkvi_meter_set(&tenant->meter, &quota, qkv_stage_now());
 }
 
+static bool may_go(qkvi_rpc_group *tenant) {
+  return tenant->members == 0 && qkvi_meter_is_idle(&tenant->meter, qkv_stage_now());
+}
+
+// Looks at the oldest few: one that has left may go once its meter is idle. Those that stay become the newest.
+static void drop_oldest(qkvi_rpc_limits *limits, const qkvi_rpc_group *joined) {
+  enum { LOOKS = 2 };
+  for (int i = 0; i < LOOKS && HASH_COUNT(limits->tenants) > TENANTS_KEPT; i++) {
+    qkvi_rpc_group *oldest = limits->tenants;
+    if (oldest == joined) return;
+    if (may_go(oldest)) {
+      free_group(&limits->tenants, oldest);
+    } else {
+      HASH_DEL(limits->tenants, oldest);
+      HASH_ADD_KEYPTR(hh, limits->tenants, oldest->name, strlen(oldest->name), oldest);
+    }
+  }
+}
+
 static qkvi_rpc_group *join_tenant(qkvi_rpc_limits *limits, const char *name) {
   const unsigned before = HASH_COUNT(limits->tenants);
   qkvi_rpc_group *tenant = join_group(&limits->tenants, name);
   if (HASH_COUNT(limits->tenants) > before) {
     tenant->flow = XXH3_64bits(name, strlen(name));
     set_quota(limits, tenant);
+    drop_oldest(limits, tenant);
   }
   return tenant;
 }
 
 static void leave_tenant(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
   if (--tenant->members > 0 || HASH_COUNT(limits->tenants) <= TENANTS_KEPT) return;
-  if (qkvi_meter_is_idle(&tenant->meter, qkv_stage_now())) free_group(&limits->tenants, tenant);
+  if (may_go(tenant)) free_group(&limits->tenants, tenant);
 }
 
 // ---- The silent ones, and the others ----
@@ -394,17 +414,9 @@ qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *p
   return share;
 }
 
-qkv_status qkvi_rpc_limits_take_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error) {
+void qkvi_rpc_limits_refused(qkvi_rpc_limits *limits, const qkvi_rpc_place *place) {
   pthread_mutex_lock(&limits->lock);
-  const qkv_status status = qkvi_meter_take_model(&place->tenant->meter, place->tenant->name, error);
-  place->tenant->meter.usage.refused += status != QKV_OK;
-  pthread_mutex_unlock(&limits->lock);
-  return status;
-}
-
-void qkvi_rpc_limits_give_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
-  pthread_mutex_lock(&limits->lock);
-  place->tenant->meter.usage.models--;
+  place->tenant->meter.usage.refused++;
   pthread_mutex_unlock(&limits->lock);
 }
 

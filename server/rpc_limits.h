@@ -81,9 +81,8 @@ uint64_t qkvi_rpc_limits_wait_ms(qkvi_rpc_limits *limits, qkvi_rpc_place *place,
 void qkvi_rpc_limits_take(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes, uint64_t rows);
 // Flow and weight of the call's tenant.
 qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
-// Counts a model that the call registers; `give` undoes it where the model was not new.
-qkv_status qkvi_rpc_limits_take_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error);
-void qkvi_rpc_limits_give_model(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
+// The call was refused for a quota that is not one of calls.
+void qkvi_rpc_limits_refused(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
 // Of a tenant; zeros where it is not known (any more).
 qkvi_call_usage qkvi_rpc_limits_usage(qkvi_rpc_limits *limits, const char *tenant);
 // Tenants that calls have come from, in no order, under the lock.

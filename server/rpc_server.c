@@ -12,6 +12,7 @@
 
 #include "engine/base/histogram.h"
 #include "engine/base/log.h"
+#include "server/http2_streams.h"
 #include "server/rpc_inspect.h"
 #include "server/rpc_internal.h"
 
@@ -294,6 +295,12 @@ static int64_t request_bytes_max(const qkv_rpc_config *config) {
   return bytes < REQUEST_BYTES_MIN ? REQUEST_BYTES_MIN : bytes;
 }
 
+// No more than are followed on a connection (http2_streams.h).
+static int64_t streams_max(const qkv_rpc_config *config) {
+  const int64_t wanted = 2 * (int64_t)config->calls_max + STREAMS_MORE;
+  return wanted < QKVI_HTTP2_STREAMS_MAX ? wanted : QKVI_HTTP2_STREAMS_MAX;
+}
+
 static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *config) {
   server->quota = grpc_resource_quota_create("qkvd");
   // As much again for messages that are whole: gRPC, which ends any stream when this is full, is not to be the first.
@@ -301,7 +308,7 @@ static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *con
   grpc_arg args[] = {
       integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
       integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),
-      integer_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, 2 * (int64_t)config->calls_max + STREAMS_MORE),
+      integer_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, streams_max(config)),
       integer_arg(GRPC_ARG_MAX_METADATA_SIZE, METADATA_BYTES_MAX),
       // gRPC would inflate a message before it looks at its size.
       integer_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE),

@@ -271,28 +271,36 @@ static qkv_status read_token_file(const char *path, grpc_slice *out, qkv_error *
   char *text = read_file(path, "token_file", error);
   if (text == NULL) return error->status;
   text[strcspn(text, " \t\r\n")] = '\0';
-  const qkv_status status = write_authorization(text, out, error);
+  const qkv_status status = text[0] != '\0'
+                                ? write_authorization(text, out, error)
+                                : qkv_fail(error, QKV_INVALID_ARGUMENT, "token_file %s begins with no token", path);
   free(text);
   return status;
 }
 
-// Whether the file is another one than when this was last asked.
-static bool has_changed(qkv_client *client) {
-  struct stat now;
-  if (stat(client->token_file, &now) != 0) return false;
-  const bool same = now.st_ino == client->token_inode && now.st_mtim.tv_sec == client->token_written.tv_sec &&
-                    now.st_mtim.tv_nsec == client->token_written.tv_nsec;
-  client->token_inode = now.st_ino;
-  client->token_written = now.st_mtim;
-  return !same;
+// Whether the file `now` is another one than the one whose token was read last.
+static bool has_changed(const qkv_client *client, const struct stat *now) {
+  return now->st_ino != client->token_inode || now->st_mtim.tv_sec != client->token_written.tv_sec ||
+         now->st_mtim.tv_nsec != client->token_written.tv_nsec;
+}
+
+// One that cannot be read counts as unread: it may be in the middle of being written.
+static qkv_status read_token_file_as(qkv_client *client, const struct stat *now, grpc_slice *out, qkv_error *error) {
+  QKV_TRY(read_token_file(client->token_file, out, error));
+  client->token_inode = now->st_ino;
+  client->token_written = now->st_mtim;
+  return QKV_OK;
 }
 
 void qkvi_renew_token(qkv_client *client) {
   if (client->token_file == NULL || qkvi_now_ms() < client->token_next_ms) return;
   client->token_next_ms = qkvi_now_ms() + TOKEN_FILE_MS;
   grpc_slice value;
+  struct stat now;
   qkv_error ignored = {0};
-  if (!has_changed(client) || read_token_file(client->token_file, &value, &ignored) != QKV_OK) return;
+  if (stat(client->token_file, &now) != 0 || !has_changed(client, &now) ||
+      read_token_file_as(client, &now, &value, &ignored) != QKV_OK)
+    return;
   grpc_slice_unref(client->metadata[0].value);  // calls under way have references of their own
   client->metadata[0].value = value;
 }
@@ -306,8 +314,9 @@ static qkv_status read_token(qkv_client *client, qkv_error *error) {
   } else {
     client->token_file = strdup(options->token_file);
     assert(client->token_file != NULL);
-    (void)has_changed(client);
-    QKV_TRY(read_token_file(client->token_file, &value, error));
+    struct stat now = {0};
+    (void)stat(client->token_file, &now);
+    QKV_TRY(read_token_file_as(client, &now, &value, error));
   }
   add_metadata(client, "authorization", value);
   return QKV_OK;

@@ -184,8 +184,22 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
   return entry;
 }
 
-static qkv_status register_locked(qkv_store *store, const qkv_model *model, bool own, const qkv_model **out,
-                                  qkv_error *error) {
+static size_t count_models(const qkv_store *store, const char *tenant) {
+  size_t count = 0;
+  for (const model_entry *entry = store->models; entry != NULL; entry = entry->hh.next)
+    count += strcmp(entry->model.tenant, tenant) == 0;
+  return count;
+}
+
+static qkv_status check_quota(const qkv_store *store, const char *tenant, uint64_t most, qkv_error *error) {
+  const size_t count = most > 0 ? count_models(store, tenant) : 0;
+  if (most == 0 || count < most) return QKV_OK;
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "quota models of tenant %s is %" PRIu64 ", it has registered %zu",
+                  tenant, most, count);
+}
+
+static qkv_status register_locked(qkv_store *store, const qkv_model *model, bool own, uint64_t most,
+                                  const qkv_model **out, qkv_error *error) {
   model_entry *entry = (own ? find_model : find_visible)(store, model->tenant, model->name);
   if (entry != NULL && !qkv_model_equal(&entry->model, model)) {
     return qkv_fail(error, QKV_ALREADY_EXISTS, "the name %s is taken by a %smodel with another %s", model->name,
@@ -195,13 +209,16 @@ static qkv_status register_locked(qkv_store *store, const qkv_model *model, bool
   if (entry == NULL && HASH_COUNT(store->models) >= store->config.models_max) {
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-models is %zu, all are in use", store->config.models_max);
   }
-  if (entry == NULL) entry = add_model(store, model);
+  if (entry == NULL) {
+    QKV_TRY(check_quota(store, model->tenant, most, error));
+    entry = add_model(store, model);
+  }
   if (out != NULL) *out = &entry->model;
   return QKV_OK;
 }
 
-static qkv_status register_model(qkv_store *store, const qkv_model *model, bool own, const qkv_model **out,
-                                 qkv_error *error) {
+static qkv_status register_model(qkv_store *store, const qkv_model *model, bool own, uint64_t most,
+                                 const qkv_model **out, qkv_error *error) {
   qkv_model resolved = *model;
   QKV_TRY(qkv_model_resolve(&resolved, error));
   resolved.asked = resolved.policy;
@@ -209,19 +226,31 @@ static qkv_status register_model(qkv_store *store, const qkv_model *model, bool 
   QKV_TRY(qkv_policy_check(&resolved.policy, error));
   QKV_TRY(qkv_model_policy_check(&resolved, &resolved.policy, error));
   lock_to_write(store);
-  qkv_status status = register_locked(store, &resolved, own, out, error);
+  qkv_status status = register_locked(store, &resolved, own, most, out, error);
   unlock(store);
   return status;
 }
 
 qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
                                     qkv_error *error) {
-  return register_model(store, model, false, out, error);
+  return register_model(store, model, false, 0, out, error);
+}
+
+qkv_status qkv_store_register_model_within(qkv_store *store, const qkv_model *model, uint64_t most,
+                                           const qkv_model **out, qkv_error *error) {
+  return register_model(store, model, false, most, out, error);
+}
+
+uint64_t qkv_store_tenant_models(qkv_store *store, const char *tenant) {
+  lock_to_read(store);
+  const size_t count = count_models(store, tenant);
+  unlock(store);
+  return count;
 }
 
 qkv_status qkv_store_restore_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
                                    qkv_error *error) {
-  return register_model(store, model, true, out, error);
+  return register_model(store, model, true, 0, out, error);
 }
 
 void qkv_store_share_model(qkv_store *store, const qkv_model *model) {

@@ -45,6 +45,11 @@ qkv_recency *qkv_store_recency(const qkv_store *store);
 // is ALREADY_EXISTS, of a shared model, too; too many are RESOURCE_EXHAUSTED ("limit-models").
 qkv_status qkv_store_register_model(qkv_store *store, const qkv_model *model, const qkv_model **out,
                                     qkv_error *error);
+// The same where the tenant has fewer than `most` models of its own, 0: any number. RESOURCE_EXHAUSTED "quota models
+// of tenant x is 3, it has registered 3".
+qkv_status qkv_store_register_model_within(qkv_store *store, const qkv_model *model, uint64_t most,
+                                           const qkv_model **out, qkv_error *error);
+uint64_t qkv_store_tenant_models(qkv_store *store, const char *tenant);
 // As qkv_store_register_model, for the tenant's own model, whether one of the name is shared or not.
 qkv_status qkv_store_restore_model(qkv_store *store, const qkv_model *model, const qkv_model **out, qkv_error *error);
 // Shares a model of the default tenant, for as long as the store lives. Tenants that have one of the name keep

@@ -28,17 +28,8 @@ uint64_t qkvi_meter_wait_ms(qkvi_meter *meter, const char *tenant, uint64_t now_
   return wait;
 }
 
-qkv_status qkvi_meter_take_model(qkvi_meter *meter, const char *tenant, qkv_error *error) {
-  if (meter->quota.models > 0 && meter->usage.models >= meter->quota.models)
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
-                    "quota models of tenant %s is %" PRIu64 ", it has registered %" PRIu64, tenant,
-                    meter->quota.models, meter->usage.models);
-  meter->usage.models++;
-  return QKV_OK;
-}
-
 bool qkvi_meter_is_idle(qkvi_meter *meter, uint64_t now_ns) {
   (void)qkvi_rate_wait_ms(&meter->bytes, now_ns);
   (void)qkvi_rate_wait_ms(&meter->rows, now_ns);
-  return meter->bytes.debt == 0 && meter->rows.debt == 0 && meter->usage.models == 0;
+  return meter->bytes.debt == 0 && meter->rows.debt == 0;
 }

@@ -11,7 +11,7 @@
 
 // The quota of a tenant's calls; 0: no limit. `weight` is that of its share (engine/base/fair.h).
 typedef struct qkvi_call_quota {
-  uint64_t calls, models;
+  uint64_t calls;
   uint64_t bytes_per_second, rows_per_second;
   uint32_t weight;
 } qkvi_call_quota;
@@ -19,7 +19,7 @@ typedef struct qkvi_call_quota {
 typedef void qkvi_call_quota_fn(void *context, const char *tenant, qkvi_call_quota *quota);
 
 typedef struct qkvi_call_usage {
-  uint64_t calls, models;
+  uint64_t calls;
   uint64_t bytes, rows, refused;  // since the start
 } qkvi_call_usage;
 
@@ -34,9 +34,7 @@ void qkvi_meter_take(qkvi_meter *meter, uint64_t bytes, uint64_t rows, uint64_t 
 // How long its calls have to wait to keep to the rates. Where that is not 0, *error gets "quota bytes_per_second of
 // tenant x is 1000, it has used 4200 more: 5 s to wait".
 uint64_t qkvi_meter_wait_ms(qkvi_meter *meter, const char *tenant, uint64_t now_ns, qkv_error *error);
-// Counts one more model: RESOURCE_EXHAUSTED "quota models of tenant x is 3, it has registered 3".
-qkv_status qkvi_meter_take_model(qkvi_meter *meter, const char *tenant, qkv_error *error);
-// Whether the meter can be dropped: nothing has to wait, and no model counts.
+// Whether the meter can be dropped: nothing has to wait.
 bool qkvi_meter_is_idle(qkvi_meter *meter, uint64_t now_ns);
 
 #endif

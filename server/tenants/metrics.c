@@ -15,7 +15,7 @@ typedef uint64_t value_fn(const qkvi_tenant_usage *usage);
 X(host_bytes, host_bytes)
 X(ssd_bytes, ssd_bytes)
 X(sessions, sessions)
-X(models, calls.models)
+X(models, models)
 X(calls, calls.calls)
 X(message_bytes, calls.bytes)
 X(rows, calls.rows)

@@ -256,7 +256,7 @@ static table with(const table *known, const qkv_quota *quota) {
 static qkv_status set(qkvi_quotas *quotas, const qkv_quota *quota, qkv_error *error) {
   char temporary[PATH_MAX];
   bool changed;
-  QKV_TRY(reload(quotas, false, &changed, error));
+  QKV_TRY(reload(quotas, true, &changed, error));  // an error is told each time
   if (quotas->known.count == QKVI_QUOTAS_MAX && find(&quotas->known, quota->tenant) == NULL)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "there are %d quotas already", QKVI_QUOTAS_MAX);
   table all = with(&quotas->known, quota);

@@ -37,6 +37,7 @@ void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_
   usage->host_bytes = account.host_bytes;
   usage->ssd_bytes = account.ssd_bytes;
   usage->sessions = account.sessions;
+  usage->models = qkv_store_tenant_models(daemon->store, tenant);
 }
 
 size_t qkvi_tenant_usage_list(qkv_daemon *daemon, qkvi_tenant_usage **out) {

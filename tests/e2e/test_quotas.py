@@ -6,13 +6,14 @@ import threading
 import time
 
 import grpc
+import numpy as np
 import pytest
 
 from daemon import PATIENCE, Daemon, binary, wait_for
 from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
-from qkv.v1 import objects_pb2, objects_pb2_grpc
+from qkv.v1 import model_pb2, objects_pb2, objects_pb2_grpc
 
 MIB = 1 << 20
 
@@ -163,6 +164,89 @@ def test_sessions_models_and_calls(quotas):
         assert admin.usage("a").calls == 2
         assert admin.usage("a").refused >= 1
         never.set()
+
+
+def test_models_count_once(quotas):
+    """However many register one at once, and whether what follows is refused or not."""
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        admin = Admin(daemon)
+        admin.set("a", models=2)
+        model = Cache(Tenant(daemon.stub(), "b"), "shape").model
+        begin = threading.Barrier(8)
+
+        def register(name, **fields):
+            message = model_pb2.Model(**{**{f.name: v for f, v in model.ListFields()}, "name": name, **fields})
+            Tenant(daemon.stub(), "a").RegisterModel(model_pb2.RegisterModelRequest(model=message), timeout=TIMEOUT)
+
+        def together():
+            begin.wait()
+            register("same")
+
+        threads = [threading.Thread(target=together) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert admin.usage("a").models == 1
+        with refused(grpc.StatusCode.DATA_LOSS):
+            register("wrong", calibration=b"x")
+        register("second")
+        assert admin.usage("a").models == 2
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota models of tenant a is 2, it has registered 2"):
+            register("third")
+
+
+def test_a_file_with_a_mistake_is_not_written(quotas):
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        text = "a sessions=x\n"
+        quotas.write_text(text)
+        wait_for(lambda: "a whole number is needed" in daemon.log_text(), "the log does not name the mistake")
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "a whole number is needed"):
+            Admin(daemon).set("b", sessions=1)
+        assert quotas.read_text() == text
+
+
+def test_what_cannot_be_appended_takes_nobodys_memory(quotas):
+    """A layer, a shape or a position that is wrong, where memory or the tenant's quota is full."""
+    shape = {"layers": 1, "kv_heads": 2, "key_dim": 64, "value_dim": 64}
+    for name, budget, line in ("memory", "8MiB", "* calls=60"), ("quota", "64MiB", f"a host_bytes={MIB}"):
+        quotas.write_text(line + "\n")
+        with Daemon("--quota-file", str(quotas), "--calibrate-tokens", "0", "--memory-budget", budget) as daemon:
+            other = Cache(Tenant(daemon.stub(), "b"), "other", **shape)
+            names = [f"chunk-{i}" for i in range(5)]
+            for chunk in names:
+                other.stub.OpenSession(kv.OpenSessionRequest(session=chunk, model=other.model.name,
+                                                             retention=kv.RETENTION_EVICT), timeout=TIMEOUT)
+                other.name = chunk
+                other.append(0, *other.rows(64))
+            cache = Cache(Tenant(daemon.stub(), "a"), "full", **shape)
+            open_more(cache.stub, cache, "new")
+            position = 0
+            for count in 256, 16, 1:
+                with pytest.raises(grpc.RpcError) as full:
+                    while True:
+                        cache.append(position, *cache.rows(count))
+                        position += count
+                assert full.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.RpcError):
+                for i in range(10_000):
+                    open_more(cache.stub, cache, f"filler-{i}")
+            present = [p != 0 for p in other.stub.HasSessions(kv.HasSessionsRequest(sessions=names), timeout=TIMEOUT).presence]
+            assert any(present) == (name == "quota"), "memory is full of sessions that stay, or the quota is"
+            rows = [np.zeros((64, 2, 64), np.float32)] * 2
+            for session, end in ("full", position), ("new", 0):
+                cache.name = session
+                wrong = [(grpc.StatusCode.INVALID_ARGUMENT, {"layer": 900, "position": end})]
+                wrong += [(grpc.StatusCode.FAILED_PRECONDITION, {"position": end + gap}) for gap in range(20_000, 600_000, 5_000)]
+                for code, fields in wrong:
+                    item = cache.item(fields.pop("position"), *rows, token_ids=range(64), **fields)
+                    with refused(code):
+                        cache.stub.Append(iter([kv.AppendRequest(items=[item])]), timeout=TIMEOUT)
+                    with refused(code):
+                        cache.stub.Attend(kv.AttendRequest(items=[item]), timeout=TIMEOUT)
+            after = [p != 0 for p in other.stub.HasSessions(kv.HasSessionsRequest(sessions=names), timeout=TIMEOUT).presence]
+            assert after == present
+            assert daemon.alive()
 
 
 def test_rates_hold_calls_back(quotas):

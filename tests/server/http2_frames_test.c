@@ -24,6 +24,7 @@ static uint64_t now(void) {
 typedef struct sent {
   uint8_t *bytes;
   size_t count;
+  uint32_t stream;  // of the frames to come
 } sent;
 
 static void put(sent *to, const void *bytes, size_t count) {
@@ -33,7 +34,10 @@ static void put(sent *to, const void *bytes, size_t count) {
 }
 
 static void put_frame(sent *to, uint8_t type, uint8_t flags, uint32_t length, uint32_t number) {
-  const uint8_t head[9] = {(uint8_t)(length >> 16), (uint8_t)(length >> 8), (uint8_t)length, type, flags, 0, 0, 0, 1};
+  const uint32_t stream = to->stream;
+  const uint8_t head[9] = {
+      (uint8_t)(length >> 16), (uint8_t)(length >> 8),  (uint8_t)length,        type,           flags,
+      (uint8_t)(stream >> 24), (uint8_t)(stream >> 16), (uint8_t)(stream >> 8), (uint8_t)stream};
   put(to, head, sizeof head);
   for (uint32_t i = 0; i < length; i++) {
     const uint8_t byte = i < 4 ? (uint8_t)(number >> (24 - 8 * i)) : 0x2a;
@@ -50,6 +54,7 @@ static void greet(sent *made) {
 static int setup(void **state) {
   sent *made = calloc(1, sizeof(*made));
   assert_non_null(made);
+  made->stream = 1;
   made->bytes = malloc(BYTES_MAX);
   assert_non_null(made->bytes);
   greet(made);
@@ -83,6 +88,7 @@ static qkvi_http2_verdict verdict_of(sent *made) {
 }
 
 static void put_call(sent *made, uint32_t headers, uint32_t message) {
+  made->stream += 2;
   put_frame(made, HEADERS, END_HEADERS, headers, 0);
   put_frame(made, DATA, END_STREAM, message, 0);
   put_frame(made, WINDOW_UPDATE, 0, 4, 5);
@@ -92,6 +98,7 @@ static void put_call(sent *made, uint32_t headers, uint32_t message) {
 static void pieces_of_any_size_count_the_same(void **state) {
   sent *made = *state;
   put_call(made, 3000, 20);
+  made->stream += 2;
   put_frame(made, HEADERS, 0, 1500, 0);
   put_frame(made, CONTINUATION, END_HEADERS, 700, 0);
   put_frame(made, PING, 0, 8, 0);
@@ -218,6 +225,31 @@ static void messages_earn_nothing(void **state) {
   assert_int_equal(frames.points, 4050);
 }
 
+// gRPC ignores HEADERS of streams with even numbers and of those that were: they stay in no table.
+static void only_new_calls_are_followed(void **state) {
+  static const uint32_t ignored[] = {2, 4, 6, 1, 3, 5, 7};
+  sent *made = *state;
+  qkvi_http2_frames frames;
+  qkvi_http2_frames_init(&frames, clock_ns);
+  made->stream = 7;
+  put_frame(made, HEADERS, END_HEADERS | END_STREAM, 10, 0);
+  for (size_t i = 0; i < sizeof ignored / sizeof *ignored; i++) {
+    made->stream = ignored[i];
+    put_frame(made, HEADERS, END_HEADERS, 10, 0);
+    put_frame(made, DATA, 0, 5, 0);
+  }
+  assert_int_equal(qkvi_http2_frames_read(&frames, made->bytes, made->count, POINTS_S, now), QKVI_HTTP2_GOOD);
+  assert_null(frames.streams.open);
+  assert_int_equal(frames.points, 50 + 2 * 7);  // one message came for the call that began
+  made->count = 0;
+  made->stream = 9;
+  put_frame(made, HEADERS, END_HEADERS, 10, 0);
+  put_frame(made, DATA, 0, 4000, 0x2a2a2a2a);  // of a message of so many bytes
+  assert_int_equal(qkvi_http2_frames_read(&frames, made->bytes, made->count, POINTS_S, now), QKVI_HTTP2_GOOD);
+  assert_int_equal(frames.streams.held, 4000);
+  qkvi_http2_streams_clear(&frames.streams);
+}
+
 static void no_limit_of_points(void **state) {
   sent *made = *state;
   qkvi_http2_frames frames;
@@ -245,6 +277,7 @@ int main(void) {
       TEST(floods_are_bounded),
       TEST(points_drain),
       TEST(messages_earn_nothing),
+      TEST(only_new_calls_are_followed),
       TEST(no_limit_of_points),
       TEST(what_is_no_http2_is_not_counted),
   };

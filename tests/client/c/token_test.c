@@ -1,4 +1,5 @@
 // A token file that is renewed: calls go on with the new token, without a new connection.
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -6,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -31,6 +33,16 @@ static void write_file(const char *path, const char *text) {
   assert_true(fputs(text, file) >= 0);
   assert_int_equal(fclose(file), 0);
   assert_int_equal(rename(fresh, path), 0);
+}
+
+// Writes the file in place, in the same moment of its clock each time.
+static void write_in_place(const char *path, const char *text) {
+  const struct timespec times[2] = {{.tv_sec = 1000000000}, {.tv_sec = 1000000000}};
+  FILE *file = fopen(path, "we");
+  assert_non_null(file);
+  assert_true(fputs(text, file) >= 0);
+  assert_int_equal(fclose(file), 0);
+  assert_int_equal(utimensat(AT_FDCWD, path, times, 0), 0);
 }
 
 static qkv_code ask(qkv_client *client) {
@@ -70,7 +82,10 @@ static void a_renewed_token_is_read(void **state) {
   write_file(token_file, "no token\n");
   write_file(token_file, "\x01\n");  // is none: the one before stays
   assert_int_equal(ask(client), QKV_UNAUTHENTICATED);
-  write_file(token_file, SECOND "\n");
+  write_in_place(token_file, "\n");
+  (void)sleep(2);  // it is read while it is being written
+  assert_int_equal(ask(client), QKV_UNAUTHENTICATED);
+  write_in_place(token_file, SECOND "\n");
   wait_for(client, QKV_OK);
   assert_int_equal(unlink(token_file), 0);
   (void)sleep(2);  // longer than until the file is looked at again
