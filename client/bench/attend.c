@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "client/bench/bench.h"
+#include "client/bench/gpu.h"
 #include "client/bench/plain.h"
 #include "engine/kernel/kernel.h"
 
@@ -45,6 +46,8 @@ static const qkv_option options[] = {
     {"threads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, threads), "1", 1, 256, "N", "threads"},
     {"order", QKV_OPTION_STRING, offsetof(qkv_bench_settings, order), "random", 0, 0, "ORDER",
      "random: pages that follow each other lie anywhere; linear: one after the other"},
+    {"device", QKV_OPTION_STRING, offsetof(qkv_bench_settings, device), "cpu", 0, 0, "DEVICE",
+     "what attends on the codes: cpu, or gpu, which has all pages then (docs/gpu.md)"},
     {"alone", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, alone), NULL, 0, 0, NULL,
      "attention on the codes and nothing else, repeat after repeat"},
     {"huge-pages", QKV_OPTION_STRING, offsetof(qkv_bench_settings, huge_pages), "auto", 0, 0, "PAGES",
@@ -109,6 +112,12 @@ static void report(const qkv_bench_settings *settings, const qkv_bench_pages *pa
                 1e-9 * bytes / seconds, "rel_err", error.arithmetic, "code_err", error.code);
   json_object_update(shape, figures);
   json_decref(figures);
+  if (settings->attends_on != NULL) {
+    figures = json_pack("{s:s, s:I}", "gpu", qkv_bench_gpu_name(settings->attends_on), "gpu_ranges",
+                        (json_int_t)qkv_bench_gpu_attended(settings->attends_on));
+    json_object_update(shape, figures);
+    json_decref(figures);
+  }
   if (!settings->alone) {
     const double raw = median(&t->raw);
     figures = json_pack("{s:f, s:f, s:f, s:f}", "raw_gbps", 1e-9 * bytes / raw, "fraction", raw / seconds, "fp16_us",
@@ -152,7 +161,7 @@ static void measure(const qkv_bench_settings *settings, const qkv_bench_pages *p
 
 static int run(void *values, const qkv_option_list *arguments) {
   (void)arguments;
-  const qkv_bench_settings *settings = values;
+  qkv_bench_settings *settings = values;
   qkv_bench_pages pages;
   qkv_pool *pool = NULL;
   qkv_error error = {0};
@@ -160,12 +169,20 @@ static int run(void *values, const qkv_option_list *arguments) {
   if (strcmp(settings->huge_pages, "auto") != 0 && strcmp(settings->huge_pages, "off") != 0)
     return qkv_program_misused("--huge-pages is %s, known are auto and off", settings->huge_pages);
   if (status) return status;
+  const bool on_gpu = strcmp(settings->device, "gpu") == 0;
+  if (!on_gpu && strcmp(settings->device, "cpu") != 0)
+    return qkv_program_misused("--device is %s, known are cpu and gpu", settings->device);
   if (qkv_pool_create((size_t)settings->threads - 1, 1, &pool, &error) != QKV_OK) {
     return qkv_program_failed("%s", error.text);
+  }
+  if (on_gpu && qkv_bench_gpu_open(&settings->attends_on, &error) != QKV_OK) {
+    qkv_pool_destroy(&pool);
+    return qkv_program_failed("--device gpu: %s", error.text);
   }
   status = qkv_bench_pages_init(settings, &pages);
   if (!status) (settings->alone ? measure_alone : measure)(settings, &pages, pool);
   qkv_bench_pages_deinit(&pages);
+  qkv_bench_gpu_close(&settings->attends_on);
   qkv_pool_destroy(&pool);
   return status;
 }

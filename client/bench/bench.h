@@ -51,9 +51,11 @@ typedef struct qkv_bench_settings {
   int64_t q_len, sessions, threads;
   double low_share, low_bits;  // of groups that are at lower bits than the others
   bool calibrated, alone;
-  const char *order;         // "random", "linear"
-  const char *huge_pages;    // "auto", "off"; NULL: auto
-  qkv_option_list cpu_mask;  // and encode, decode
+  const char *device;             // "cpu", "gpu"
+  struct qkv_device *attends_on;  // of "gpu"; borrowed
+  const char *order;              // "random", "linear"
+  const char *huge_pages;         // "auto", "off"; NULL: auto
+  qkv_option_list cpu_mask;       // and encode, decode
   // heap
   const char *allocator;
   // share

@@ -180,7 +180,8 @@ static qkv_status make_sessions(const qkv_bench_settings *settings, qkv_bench_pa
   const qkv_purpose purpose = strcmp(settings->frame, "archive") == 0 ? QKV_PURPOSE_FETCH : QKV_PURPOSE_ATTEND;
   uint64_t seed = 1000;
   pages->coding = qkv_coding_get(&pages->model, policy, purpose, pages->calibration);
-  const qkv_layer_config config = {.model = &pages->model, .policy = *policy, .arena = pages->arena};
+  const qkv_layer_config config = {
+      .model = &pages->model, .policy = *policy, .arena = pages->arena, .device = settings->attends_on};
   for (size_t s = 0; s < pages->sessions; s++) {
     qkv_layer *layer = &pages->layers[s];
     qkv_layer_init(layer, &config, qkv_coding_layer(pages->coding, 0));

@@ -58,6 +58,9 @@ struct qkv_device {
   // and *copy is not set.
   uint64_t (*hold)(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **copy);
   void (*release)(qkv_device *device, qkv_device_copy *copy);
+  // Whether the device has a copy of the image that has this serial, of a page by its index in the range. Counts
+  // nothing.
+  bool (*has)(qkv_device *device, const struct qkv_page_range *range, uint32_t page, uint64_t serial);
   // The range has other images, or will be gone: its address may be another range's afterwards.
   void (*forget)(qkv_device *device, const struct qkv_page_range *range);
 

@@ -222,9 +222,19 @@ static void add_place(qkv_attention_stats *stats, uint64_t position, qkv_place p
   stats->places[(size_t)place * stats->buckets + at] += 1;
 }
 
+static bool is_on_device(const qkv_layer *layer, size_t range, size_t index, const qkv_page_entry *entry) {
+  qkv_device *device = layer->config.device;
+  size_t begin, end;
+  if (device == NULL) return false;
+  qkv_layer_range(layer, range, &begin, &end);
+  return device->has(device, layer->ranges[range].range, (uint32_t)(index - begin), entry->serial);
+}
+
 static qkv_place place_of(const qkv_layer *layer, size_t index, const qkv_page_entry *entry) {
   if (entry->page == NULL) return QKV_PLACE_SSD;
-  const qkv_range_slot *slot = &layer->ranges[qkv_layer_range_of(layer, index)];
+  const size_t range = qkv_layer_range_of(layer, index);
+  const qkv_range_slot *slot = &layer->ranges[range];
+  if (is_on_device(layer, range, index, entry)) return QKV_PLACE_GPU;
   // One that is on its way to the SSD is held for that, too.
   const bool alone = qkvi_image_is_sole(entry->page_holders) ||
                      (qkvi_layer_record_state(layer, entry) == QKV_RECORD_WAITING && *entry->page_holders == 2);

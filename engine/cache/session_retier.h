@@ -55,6 +55,7 @@ typedef enum qkv_place {
   QKV_PLACE_MEMORY,  // coded, in memory, the session's alone
   QKV_PLACE_SHARED,  // coded, in memory, other sessions' too
   QKV_PLACE_SSD,     // coded, on the SSD alone
+  QKV_PLACE_GPU,     // coded, in memory, and a copy on a GPU
   QKV_PLACES
 } qkv_place;
 

@@ -181,6 +181,16 @@ void qkvi_gpu_release(qkv_device *device, qkv_device_copy *copy) {
   pthread_mutex_unlock(&gpu->lock);
 }
 
+bool qkvi_gpu_has(qkv_device *device, const qkv_page_range *range, uint32_t page, uint64_t serial) {
+  qkvi_gpu *gpu = qkvi_gpu_of(device);
+  pthread_mutex_lock(&gpu->lock);
+  const qkv_device_copy *copy = find(gpu, range);
+  const bool has =
+      copy != NULL && copy->state == QKVI_COPY_RESIDENT && page < copy->pages && copy->serials[page] == serial;
+  pthread_mutex_unlock(&gpu->lock);
+  return has;
+}
+
 void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range) {
   qkvi_gpu *gpu = qkvi_gpu_of(device);
   pthread_mutex_lock(&gpu->lock);

@@ -178,6 +178,7 @@ static void init(qkvi_gpu *gpu, const qkvi_gpu_config *config) {
   gpu->scratch_bytes = qkvi_gpu_scratch_bytes(config->memory_bytes);
   gpu->device = (qkv_device){.hold = qkvi_gpu_hold,
                              .release = qkvi_gpu_release,
+                             .has = qkvi_gpu_has,
                              .forget = qkvi_gpu_forget,
                              .begin = qkvi_gpu_begin_call,
                              .submit = qkvi_gpu_submit,

@@ -84,10 +84,11 @@ int64_t qkvi_gpu_now_ms(void);
 // An operation has failed: where the GPU has, it is not used from here on, and the thread is woken.
 void qkvi_gpu_failed(qkvi_gpu *gpu);
 
-// copies.c: hold, release and forget of qkv_device; by the thread: uploads what was filled first (the lock is held,
-// and released meanwhile); drops what is not in use. Nothing is held when all are dropped, or destroyed.
+// copies.c: hold, release, has and forget of qkv_device; by the thread: uploads what was filled first (the lock is
+// held, and released meanwhile); drops what is not in use. Nothing is held when all are dropped, or destroyed.
 uint64_t qkvi_gpu_hold(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **out);
 void qkvi_gpu_release(qkv_device *device, qkv_device_copy *copy);
+bool qkvi_gpu_has(qkv_device *device, const qkv_page_range *range, uint32_t page, uint64_t serial);
 void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range);
 void qkvi_gpu_upload_next(qkvi_gpu *gpu);
 void qkvi_gpu_drop_copies(qkvi_gpu *gpu);

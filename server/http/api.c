@@ -270,7 +270,7 @@ static size_t buckets_max(const qkv_model *model) {
 }
 
 static json_t *map(const qkv_attention_stats *stats, uint32_t layer) {
-  static const char *const places[QKV_PLACES] = {"exact", "memory", "shared", "ssd"};
+  static const char *const places[QKV_PLACES] = {"exact", "memory", "shared", "ssd", "gpu"};
   json_t *names = json_array();
   for (size_t i = 0; i < QKV_PLACES; i++) json_array_append_new(names, json_string(places[i]));
   return json_pack("{s:o, s:o, s:o, s:o, s:o, s:b, s:o, s:o, s:o, s:o, s:o}", "layer", number(layer), "position",

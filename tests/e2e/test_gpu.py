@@ -2,6 +2,7 @@
 one, whatever becomes of the session or of the driver."""
 
 import copy
+import json
 import os
 import subprocess
 import time
@@ -39,6 +40,16 @@ def with_gpu(kernels, *arguments, library=FAKE, memory="64MiB", **environment):
 
 def gpu(daemon, name):
     return daemon.metric(f"qkvd_gpu_{name}")
+
+
+def places(daemon, session, tokens):
+    """How many tokens of layer 0 lie where, as the admin page shows it."""
+    address = messages(daemon, "serving HTTP")[0]["address"]
+    path = f"/api/map?session={session}&layer=0&buckets=1"
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=TIMEOUT) as answer:
+        shown = json.load(answer)
+    assert shown["tokens"] == tokens
+    return {name: round(part[0] * tokens) for name, part in zip(shown["place_names"], shown["places"])}
 
 
 def messages(daemon, text):
@@ -172,7 +183,8 @@ def test_several_sessions_in_a_batch(kernels):
 def test_a_model_that_is_calibrated_from_its_traffic(kernels):
     """As by default: what comes after the first tokens is of a calibrated code, and so are answers of the GPU."""
     with Daemon("--threads", "2", "--ema-every", "0", "--calibrate-tokens", "1024", "--gpu-memory", "64MiB",
-                "--gpu-kernels", kernels, environment={"LD_LIBRARY_PATH": FAKE}) as daemon:
+                "--gpu-kernels", kernels, "--admin-listen", "127.0.0.1:0",
+                environment={"LD_LIBRARY_PATH": FAKE}) as daemon:
         cache = Cache(daemon.stub(), "s", layers=1, kv_heads=2, q_heads=4, key_dim=128, value_dim=128, recent_window=0,
                       rope=model_pb2.Rope(theta=10000))
         fall = np.exp(-np.arange(128) / 24).astype(np.float32)
@@ -205,6 +217,27 @@ def test_a_model_that_is_calibrated_from_its_traffic(kernels):
             assert np.array_equal(again[0], out) and np.array_equal(again[1], lse)
         assert gpu(daemon, "hits_total") >= hits + 5 and gpu(daemon, "calls_total") >= calls + 5
         assert gpu(daemon, "failures_total") == 0
+        shown = places(daemon, "s", 4 * 1024 + 140)
+        assert shown["gpu"] == 4 * 1024 and shown["exact"] + shown["memory"] + shown["shared"] == 140, shown
+
+
+def bench(*arguments, library):
+    return subprocess.run([binary("qkv-bench"), "attend", "--tokens", "256", "--kv-heads", "1", "--q-heads", "2", "--alone",
+                           "--repeats", "1", "--calibrated", "--frame", "attend", "--json", *arguments], text=True,
+                          capture_output=True, env={**clean_environment(), "LD_LIBRARY_PATH": library}, check=False)
+
+
+def test_the_benchmark_attends_on_it():
+    without, driverless = bench(library=""), bench("--device", "gpu", library=USELESS)
+    assert without.returncode == 0 and "gpu_ranges" not in without.stdout
+    assert driverless.returncode == 1 and "--device gpu: " in driverless.stderr
+    if "built without kernels" in driverless.stderr:
+        pytest.skip(driverless.stderr)
+    with_it = bench("--device", "gpu", library=FAKE)
+    assert with_it.returncode == 0, with_it.stderr
+    shown, expected = json.loads(with_it.stdout), json.loads(without.stdout)
+    assert shown["gpu"] == "fake 0" and shown["gpu_ranges"] > 0
+    assert shown["rel_err"] == expected["rel_err"] and shown["code_err"] == expected["code_err"]
 
 
 # ---- One that is full ----

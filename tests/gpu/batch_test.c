@@ -75,6 +75,11 @@ static void do_release(qkv_device *device, qkv_device_copy *copy) {
   pthread_mutex_unlock(&self->lock);
 }
 
+static bool do_has(qkv_device *device, const qkv_page_range *range, uint32_t page, uint64_t serial) {
+  (void)device, (void)range, (void)page, (void)serial;
+  return false;
+}
+
 static void do_forget(qkv_device *device, const qkv_page_range *range) {
   emulated *self = of(device);
   pthread_mutex_lock(&self->lock);
@@ -145,7 +150,8 @@ static void do_end(qkv_device *device, qkv_device_call *call) {
 
 static emulated *create_device(uint64_t seed) {
   emulated *made = calloc(1, sizeof *made);
-  *made = (emulated){.device = {do_hold, do_release, do_forget, do_begin, do_submit, do_wait, do_end}, .seed = seed};
+  *made = (emulated){.device = {do_hold, do_release, do_has, do_forget, do_begin, do_submit, do_wait, do_end},
+                     .seed = seed};
   pthread_mutex_init(&made->lock, NULL);
   qkv_simt_tables_fill(&made->tables);
   for (size_t i = 0; i < CALLS; i++) {

@@ -184,7 +184,7 @@ def test_the_map_is_what_the_daemon_says(browse, shown):
                                    f"{truth['bits'][head][x]:.2f} bits a coordinate, attention "), text
             shown_attention = float(re.search(r"attention (\S+),", text).group(1))
             assert shown_attention == pytest.approx(truth["attention"][head][x], rel=0.01)
-            where = max(range(4), key=lambda i: truth["places"][i][x])
+            where = max(range(5), key=lambda i: truth["places"][i][x])
             assert {"exact": "exact rows", "memory": "in memory", "shared": "in memory, shared"}[
                 truth["place_names"][where]] in text
     four, one, exact = pixel(page, 5, 0), pixel(page, COLUMNS // 2 + 5, 0), pixel(page, COLUMNS - 1, 0)
@@ -412,8 +412,8 @@ def test_markup_in_answers_is_text(browse):
             {"tenant": name, "sessions": 1, "tokens": 1, "memory_bytes": 1, "storage_bytes": 1} for name in MARKUP]}))
         page.route("**/api/map?*", lambda route: route.fulfill(json={
             "layer": 0, "position": 0, "tokens": 1, "tokens_per_bucket": 1, "kv_heads": 1, "counted": True, "queries": 1,
-            "bits": [[1]], "attention": [[1]], "place_names": ["exact", "memory", "shared", "ssd"],
-            "places": [[1], [0], [0], [0]]}))
+            "bits": [[1]], "attention": [[1]], "place_names": ["exact", "memory", "shared", "ssd", "gpu"],
+            "places": [[1], [0], [0], [0], [0]]}))
 
     page = browse(route=forge)
     until(page, "$('sessions').children.length === 4 && $('tenants').children.length === 4")
