@@ -36,12 +36,13 @@ done
 
 readonly root=$PWD/build/arm64-root
 readonly libraries=usr/lib/aarch64-linux-gnu
-# Packages are unpacked, not configured: nothing of theirs runs. What their scripts would do follows below.
+# Packages are unpacked, not configured: nothing of theirs runs, and no chroot is needed, which containers may forbid. What
+# their scripts would do follows below.
 if [[ ! -e $root/made ]]; then
   rm -rf "$root"
   mkdir -p build
   mapfile -t packages < <(qkv_packages build | grep -E '^lib|^uthash-dev$|^protobuf-compiler')
-  mmdebstrap --quiet --architectures=arm64 --variant=extract --include="$(IFS=, && echo "${packages[*]}")" \
+  mmdebstrap --quiet --mode=chrootless --architectures=arm64 --variant=extract --include="$(IFS=, && echo "${packages[*]}")" \
     bookworm "$root" </dev/null
   # Links to absolute paths mean the root's.
   while read -r link; do

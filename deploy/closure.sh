@@ -11,10 +11,10 @@ ldd "$@" | sed -n 's|.*=> \(/[^ ]*\) .*|\1|p; s|^[[:space:]]*\(/[^ ]*ld-linux[^ 
 while read -r library; do
   mkdir -p "$folder$(dirname "$library")"
   cp -L "$library" "$folder$library"
-  # dpkg knows files by where they really are: /usr is merged, and some are links of update-alternatives.
-  found=$(readlink -f "$library")
-  dpkg-query -S "$found" 2>/dev/null || dpkg-query -S "${found#/usr}"
-done <"$list.files" | sed 's/:.*//' | sort -u >"$list"
+done <"$list.files"
+# dpkg knows files by where they really are: /usr is merged, and some are links of update-alternatives. Of each file one of two
+# names is unknown to it.
+xargs readlink -f <"$list.files" | sed 'p; s|^/usr||' | sort -u | xargs dpkg-query -S 2>/dev/null | sed 's/:.*//' | sort -u >"$list"
 rm "$list.files"
 echo "qkvd:x:7580:7580:qkvd:/var/lib/qkvd:/sbin/nologin" >"$folder/etc/passwd"
 echo "qkvd:x:7580:" >"$folder/etc/group"

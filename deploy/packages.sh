@@ -5,9 +5,9 @@
 #
 # shellcheck shell=bash
 
-# qkv_packages build|test|run: the names, one a line. `build` has all that configuring needs, tests included (and gRPC's
-# CMake package wants libgrpc++-dev and protobuf-compiler-grpc to be there); `test` is what comes on top of it; `run` is what
-# qkvd and qkvctl are linked with, for images.
+# qkv_packages build|cross|test|run: the names, one a line. `build` has all that configuring needs, tests included (and gRPC's
+# CMake package wants libgrpc++-dev and protobuf-compiler-grpc to be there); `cross` is what deploy/arm64.sh needs as well;
+# `test` is what comes on top of `build`; `run` is what qkvd and qkvctl are linked with, for images.
 qkv_packages() {
   case "$1" in
     build)
@@ -17,6 +17,7 @@ qkv_packages() {
         libuv1-dev liburing-dev libmicrohttpd-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
         libpcre2-dev libopenblas-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
       ;;
+    cross) printf '%s\n' gcc-aarch64-linux-gnu libc6-dev-arm64-cross mmdebstrap ;;
     test)
       printf '%s\n' \
         clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev binutils curl \
@@ -29,7 +30,7 @@ qkv_packages() {
         libxxhash0 libyaml-0-2 libzstd1
       ;;
     *)
-      echo "qkv_packages: $1 is none of build, test and run" >&2
+      echo "qkv_packages: $1 is none of build, cross, test and run" >&2
       return 2
       ;;
   esac

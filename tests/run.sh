@@ -31,22 +31,24 @@ Not among them unless asked for:
             installs 5 GB with pip, some 10 minutes
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
-  image     both images of deploy/Containerfile, built by buildah, one of them twice, and run by podman, read-only and
-            unprivileged, with both seccomp profiles and under load; installs these, mmdebstrap, and with pip hadolint and
-            spdx-tools; needs root, 10 to 30 minutes
+  image     both images of deploy/Containerfile, built twice by buildah, and run by podman, read-only and unprivileged, with
+            both seccomp profiles and under load; then deploy/compose by Docker's engine, with Prometheus; installs these,
+            mmdebstrap, and with pip hadolint and spdx-tools; needs root, 15 to 40 minutes
   boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;
             installs mmdebstrap and systemd-container, needs root, 2 minutes
   packages  the Debian packages of deploy/debian.sh, built, checked by lintian, and booted likewise: installed, upgraded
             while calls come, purged; and a C program built with libqkv-dev; needs root, 5 minutes
   arm64     the daemon and its tools for 64-bit ARM, cross-built by deploy/arm64.sh; tests of sessions, forks, prefixes, streams
-            and data directories with that daemon, run by qemu; needs root, 10 minutes
+            and data directories with that daemon, run by qemu; then the image for linux/arm64, likewise; installs as image
+            does; needs root, and registers qemu with the kernel for the time; 20 to 40 minutes
   proxies   sessions, kill -9, drains, TLS and the smallest call behind HAProxy, nginx and Envoy as deploy/proxies sets them up;
             installs them, 2 minutes
   chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
             installs with pip, 1 minute
   compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, and a Prometheus, in which every
             expression of dashboard and alerts has figures
-  commands  the ten commands of docs/operations.md as they stand there; installs with pip, needs ports 7580, 7581 and 9090
+  commands  the ten commands of docs/operations.md as they stand there; installs with pip, needs ports 7580, 7581 and 9090;
+            tests/deploy/commands.sh --fresh runs them in a Debian that has nothing yet
   page      the page of --admin-listen in a headless Chromium: what it shows, by keyboard, on narrow and wide screens, how
             fast; leaves screenshots in build/page/shots; installs chromium, and playwright with pip, 2 minutes
 
@@ -178,7 +180,11 @@ run_image() {
   qkv_install buildah podman runc mmdebstrap
   build release qkv-bench
   say "images"
-  tests/deploy/image.sh
+  tests/deploy/image.sh --twice
+  qkv_install docker.io docker-compose prometheus
+  build release qkvctl
+  say "compose by Docker"
+  tests/deploy/engine.sh
 }
 
 run_boot() {
@@ -195,21 +201,23 @@ run_packages() {
 }
 
 run_arm64() {
-  qkv_install mmdebstrap
+  qkv_install mmdebstrap buildah podman runc arch-test qemu-user-static
   say "build arm64"
-  deploy/arm64.sh --target qkvd --target qkvctl --target qkv-worker --target e2e_stubs
+  deploy/arm64.sh --target qkvd --target qkvctl --target qkv-worker --target test_client_c_rest --target e2e_stubs
   say "tests of the arm64 build"
-  local program
-  mkdir -p build/arm64/emulated
-  for program in qkvd qkvctl qkv-worker; do
-    printf '#!/bin/sh\nexec qemu-aarch64 -L "%s" "%s" "$@"\n' "$PWD/build/arm64-root" "$PWD/build/arm64/bin/$program" \
-      >"build/arm64/emulated/$program"
-    chmod +x "build/arm64/emulated/$program"
-  done
+  # shellcheck source=tests/deploy/emulation.sh
+  . tests/deploy/emulation.sh
+  trap emulation_end EXIT
+  emulation_begin
+  export QEMU_LD_PREFIX=$PWD/build/arm64-root
+  build/arm64/bin/test_client_c_rest
   # QKV_SANITIZE: as slow as sanitized builds.
   PYTHONPATH=$PWD/build/arm64/tests/e2e/stubs QKV_STUBS=$PWD/build/arm64/tests/e2e/stubs PYTHONDONTWRITEBYTECODE=1 \
-    QKV_BIN_DIR=$PWD/build/arm64/emulated QKV_SANITIZE=qemu \
+    QKV_BIN_DIR=$PWD/build/arm64/bin QKV_SANITIZE=qemu \
     /usr/bin/python3 -m pytest -p no:cacheprovider -q tests/e2e/test_{sessions,forks,prefixes,streams,golden_directory}.py
+  unset QEMU_LD_PREFIX
+  say "image for arm64"
+  tests/deploy/image.sh --arm64
 }
 
 run_proxies() {

