@@ -13,6 +13,8 @@ typedef struct session_cut {
   uint64_t time, sequence;
   uint64_t position, watermark;
   uint32_t layer;
+  bool needed;           // by decide_cuts
+  uint64_t from, until;  // only heirs that were forked between these may need it
   struct session_cut *earlier;
 } session_cut;
 
@@ -33,6 +35,8 @@ struct qkvi_session {
   qkvi_session *heirs;          // the newest first
   qkvi_session *newer, *older;  // among the parent's heirs
   session_cut *cuts;            // the newest first
+  session_cut **ordered;        // the same, the oldest first, once it is decided which are needed, in a scan
+  size_t ordered_count;
   UT_hash_handle hh;
 };
 
@@ -53,6 +57,7 @@ static void free_session(qkvi_session *session) {
     free(session->cuts);
     session->cuts = earlier;
   }
+  free((void *)session->ordered);
   free(session->limits);
   free(session->parent_limits);
   free(session->reach);
@@ -166,45 +171,123 @@ static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, ui
 
 // ---- Cuts ----
 
-// Whether a cut clips, at its own time, all that another one clips.
-static bool covers(const session_cut *cut, const session_cut *other) {
-  return (cut->layer == QKV_LAYER_ALL || cut->layer == other->layer) && cut->position <= other->position;
+// Another cut that clips all that this one clips takes its place: the next one for forks behind that, the last one
+// before it for forks before that.
+static void note_cover(session_cut *cut, const session_cut *other) {
+  if (other->time < cut->time && other->time > cut->from) cut->from = other->time;
+  if (other->time > cut->time && other->time < cut->until) cut->until = other->time;
 }
 
-// Whether a view needs a cut. A later cut that covers it replaces it for forks behind that one, an earlier one for
-// forks before that one. `alone`: for the session itself, too, whose view is that of a future fork.
-static bool needs_cut(const qkvi_session *session, const session_cut *cut, bool alone) {
-  uint64_t earlier = 0, later = UINT64_MAX;
-  for (const session_cut *other = session->cuts; other != NULL; other = other->earlier) {
-    if (other == cut || !covers(other, cut)) continue;
-    if (other->time < cut->time) {
-      earlier = other->time;
-      break;
+// How many of a stack of ascending positions are at or below this one.
+static size_t at_or_below(session_cut *const *stack, size_t count, uint64_t position) {
+  size_t low = 0, high = count;
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    if (stack[middle]->position <= position) {
+      low = middle + 1;
+    } else {
+      high = middle;
     }
-    later = other->time;
   }
-  if (alone && later == UINT64_MAX) return true;
-  const qkvi_session *heir = session->heirs;
-  while (heir != NULL && heir->time > later) heir = heir->older;
-  return heir != NULL && heir->time > earlier;
+  return low;
+}
+
+// Finds for each cut the nearest one of `layer` on one side of it that covers it. On the stack are those that no
+// nearer one replaces.
+static void find_covers(session_cut *const *cuts, size_t count, uint32_t layer, bool behind, session_cut **stack) {
+  size_t height = 0;
+  for (size_t i = 0; i < count; i++) {
+    session_cut *cut = cuts[behind ? count - 1 - i : i];
+    const size_t below = at_or_below(stack, height, cut->position);
+    if (below > 0) note_cover(cut, stack[below - 1]);
+    if (cut->layer != layer) continue;
+    height = below > 0 && stack[below - 1]->position == cut->position ? below - 1 : below;
+    stack[height++] = cut;
+  }
+}
+
+static int compare_layers(const void *a, const void *b) {
+  const session_cut *first = *(session_cut *const *)a, *second = *(session_cut *const *)b;
+  if (first->layer != second->layer) return first->layer < second->layer ? -1 : 1;
+  return first->time < second->time ? -1 : first->time > second->time;
+}
+
+// All cuts of a layer are covered by those of that layer and by those of all layers.
+static void find_all_covers(session_cut **cuts, size_t count) {
+  session_cut **other = qkvi_checked(malloc(2 * count * sizeof *other)), **stack = other + count;
+  memcpy((void *)other, (const void *)cuts, count * sizeof *cuts);
+  qsort((void *)other, count, sizeof *other, compare_layers);
+  for (int behind = 0; behind < 2; behind++) {
+    find_covers(cuts, count, QKV_LAYER_ALL, behind != 0, stack);
+    for (size_t first = 0, end; first < count && other[first]->layer != QKV_LAYER_ALL; first = end) {
+      for (end = first + 1; end < count && other[end]->layer == other[first]->layer;) end++;
+      find_covers(other + first, end - first, other[first]->layer, behind != 0, stack);
+    }
+  }
+  free((void *)other);
+}
+
+// When the heirs were forked, in ascending order. The caller frees it.
+static uint64_t *times_of_heirs(const qkvi_session *session, size_t *count) {
+  *count = 0;
+  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) ++*count;
+  uint64_t *times = qkvi_checked(malloc((*count + 1) * sizeof *times));
+  size_t at = *count;
+  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) times[--at] = heir->time;
+  return times;
+}
+
+// How many ascending times are not behind this one.
+static size_t not_behind(const uint64_t *times, size_t count, uint64_t time) {
+  size_t low = 0, high = count;
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    if (times[middle] <= time) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Sets which cuts a view needs. `alone`: the session's own view, too, which is that of a future fork. Returns the
+// cuts, the oldest first, which the caller frees.
+static session_cut **decide_cuts(qkvi_session *session, bool alone, size_t *count) {
+  *count = 0;
+  for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) ++*count;
+  session_cut **cuts = qkvi_checked(malloc((*count + 1) * sizeof(session_cut *)));
+  size_t at = *count;
+  for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) {
+    cut->from = 0;
+    cut->until = UINT64_MAX;
+    cuts[--at] = cut;
+  }
+  if (*count > 0) find_all_covers(cuts, *count);
+  size_t heirs;
+  uint64_t *times = times_of_heirs(session, &heirs);
+  for (size_t i = 0; i < *count; i++) {
+    const size_t before = not_behind(times, heirs, cuts[i]->until);
+    const bool inherited = before > 0 && times[before - 1] > cuts[i]->from;
+    cuts[i]->needed = inherited || (alone && cuts[i]->until == UINT64_MAX);
+  }
+  free(times);
+  return cuts;
 }
 
 static void forget_cuts(qkvi_session *session) {
-  session_cut **at = &session->cuts;
-  session_cut *unneeded = NULL;
-  // Decided by all cuts, also by those that are removed.
-  for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) {
-    if (!needs_cut(session, cut, false)) cut->sequence = UINT64_MAX;
-  }
-  while (*at != NULL) {
-    if ((*at)->sequence != UINT64_MAX) {
-      at = &(*at)->earlier;
-      continue;
+  size_t count;
+  session_cut **cuts = decide_cuts(session, false, &count);
+  session->cuts = NULL;
+  for (size_t i = 0; i < count; i++) {
+    if (cuts[i]->needed) {
+      cuts[i]->earlier = session->cuts;
+      session->cuts = cuts[i];
+    } else {
+      free(cuts[i]);
     }
-    unneeded = *at;
-    *at = unneeded->earlier;
-    free(unneeded);
   }
+  free((void *)cuts);
 }
 
 static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_journal_entry *entry) {
@@ -353,16 +436,29 @@ void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *con
   }
 }
 
+static const session_cut *cut_of(const qkvi_session *session, uint64_t sequence) {
+  size_t low = 0, high = session->ordered_count;
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    if (session->ordered[middle]->sequence < sequence) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < session->ordered_count && session->ordered[low]->sequence == sequence ? session->ordered[low] : NULL;
+}
+
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry) {
   if (entry->kind < QKV_JOURNAL_SESSION_OPEN) return true;
-  const qkvi_session *session = find(sessions, entry->session);
+  qkvi_session *session = find(sessions, entry->session);
   if (session == NULL) return false;
   if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return !session->dead && entry->sequence == session->noted;
   if (entry->kind == QKV_JOURNAL_SESSION_OPEN) return entry->sequence == session->opened;
   if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return true;
-  const session_cut *cut = session->cuts;
-  while (cut != NULL && cut->sequence != entry->sequence) cut = cut->earlier;
-  return cut != NULL && needs_cut(session, cut, !session->dead);
+  if (session->ordered == NULL) session->ordered = decide_cuts(session, !session->dead, &session->ordered_count);
+  const session_cut *cut = cut_of(session, entry->sequence);
+  return cut != NULL && cut->needed;
 }
 
 bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
@@ -488,6 +584,8 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
     qkvi_session *session = list[count];
     for (uint32_t layer = 0; layer < session->layers; layer++) session->reach[layer] = reach_of(session, layer);
     forget_cuts(session);
+    free((void *)session->ordered);
+    session->ordered = NULL;
   }
   free((void *)list);
   sessions->sweep = sweep;

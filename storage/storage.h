@@ -22,7 +22,7 @@
 //
 // Threads: any, for every function; callbacks run on the storage thread, must not block, and may call anything here
 // but open, close, verify, and the batch's wait. Memory: dirty_bytes_max + about 10 MiB of buffers + 88 bytes a
-// record + 170 bytes a session and 24 a layer of each fork + pending reads. Everything is bounded; calls beyond a
+// record + 190 bytes a session and 24 a layer of each fork + pending reads. Everything is bounded; calls beyond a
 // bound are refused.
 #ifndef QKV_STORAGE_STORAGE_H
 #define QKV_STORAGE_STORAGE_H
