@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/log.h"
+#include "qkv/v1/admin.pb-c.h"
 #include "server/contract.h"
 #include "server/control.h"
 #include "server/daemon.h"
@@ -280,8 +282,35 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   free(list.entries);
 }
 
+// ---- UnshareModel ----
+
+static qkv_status unshare_model(const qkv_rpc_call *call, const char *name, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const qkv_model *model = NULL;
+  QKV_TRY(qkv_name_check(name, "name", error));
+  QKV_TRY(qkv_store_own_model(daemon->store, QKV_TENANT_DEFAULT, name, &model, error));
+  QKV_TRY(qkvi_catalogue_unshare_model(daemon->residency, daemon->store, model, error));
+  qkv_log(QKV_LOG_INFO, "a model is not shared", "{s:s}", "model", name);
+  return QKV_OK;
+}
+
+static void unshare_job(void *context) {
+  qkv_rpc_call *call = context;
+  const Qkv__V1__UnshareModelRequest *request = qkv_rpc_state(call);
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(call)) return;
+  if (unshare_model(call, request->name, &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  const Qkv__V1__UnshareModelResponse response = QKV__V1__UNSHARE_MODEL_RESPONSE__INIT;
+  qkvi_control_reply(call, &response.base);
+}
+
+static void on_unshare_model(qkv_rpc_call *call, qkv_bytes message) {
+  qkvi_request_job(call, message, &qkv__v1__unshare_model_request__descriptor, qkvi_session_waits(call), unshare_job);
+}
+
 const qkv_rpc_method qkvi_models_methods[] = {
     {.path = "/qkv.v1.KvCache/RegisterModel", .message = on_register_model, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/GetModel", .message = on_get_model},
     {.path = "/qkv.v1.KvCache/ListModels", .message = on_list_models},
+    {.path = "/qkv.v1.Admin/UnshareModel", .message = on_unshare_model, .destroy = qkvi_control_free},
     {0}};

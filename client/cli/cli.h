@@ -94,6 +94,7 @@ int qkvctl_load_coded(const qkvctl_values *values, const char *path);
 int qkvctl_status(void *values, const qkv_option_list *arguments);
 int qkvctl_models(void *values, const qkv_option_list *arguments);
 int qkvctl_share(void *values, const qkv_option_list *arguments);
+int qkvctl_unshare(void *values, const qkv_option_list *arguments);
 int qkvctl_sessions(void *values, const qkv_option_list *arguments);
 int qkvctl_session(void *values, const qkv_option_list *arguments);
 int qkvctl_watch(void *values, const qkv_option_list *arguments);

@@ -155,8 +155,9 @@ static const qkv_option size_options[] = {
 static const qkv_command commands[] = {
     {"status", "", "Shows what the daemon is and holds.", OPTIONS(status_options), 0, 0, qkvctl_status},
     {"models", "", "Lists the models; of all tenants, unless one is given.", OPTIONS(common_options), 0, 0, qkvctl_models},
-    {"share", "MODEL", "Lets all tenants that have no model of its name use a model of the tenant default, for good.", OPTIONS(common_options), 1, 1,
+    {"share", "MODEL", "Lets all tenants that have no model of its name use a model of the tenant default.", OPTIONS(common_options), 1, 1,
      qkvctl_share},
+    {"unshare", "MODEL", "Ends that; not while other tenants have sessions of it.", OPTIONS(common_options), 1, 1, qkvctl_unshare},
     {"sessions", "", "Lists the sessions; of all tenants, unless one is given.", OPTIONS(sessions_options), 0, 0, qkvctl_sessions},
     {"session", "SESSION", "Shows one session.", OPTIONS(session_options), 1, 1, qkvctl_session},
     {"has", "SESSION...", "Says which sessions are open; fails where one is not.", OPTIONS(has_options), 1, SIZE_MAX, qkvctl_has},

@@ -1,12 +1,13 @@
-// qkvctl share: lets all tenants use a model of the default one.
+// qkvctl share and unshare: lets all tenants use a model of the default one, and ends that.
 #include <stdio.h>
 
 #include "client/cli/cli.h"
 #include "client/common/terminal.h"
+#include "qkv/v1/admin.pb-c.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
 // Registers the model as the daemon has it once more, as one that is shared.
-static qkv_code share(qkv_client *client, const char *name, qkv_call_error *error) {
+static qkv_code share_model(qkv_client *client, const char *name, qkv_call_error *error) {
   Qkv__V1__GetModelRequest get = QKV__V1__GET_MODEL_REQUEST__INIT;
   Qkv__V1__RegisterModelRequest request = QKV__V1__REGISTER_MODEL_REQUEST__INIT;
   ProtobufCMessage *found = NULL, *answer = NULL;
@@ -23,19 +24,36 @@ static qkv_code share(qkv_client *client, const char *name, qkv_call_error *erro
   return code;
 }
 
-int qkvctl_share(void *values_in, const qkv_option_list *arguments) {
-  const qkvctl_values *values = values_in;
-  const char *name = arguments->items[0];
+static qkv_code unshare_model(qkv_client *client, const char *name, qkv_call_error *error) {
+  Qkv__V1__UnshareModelRequest request = QKV__V1__UNSHARE_MODEL_REQUEST__INIT;
+  ProtobufCMessage *answer = NULL;
+  request.name = (char *)(uintptr_t)name;
+  const qkv_code code = qkv_client_call_message(client, "/qkv.v1.Admin/UnshareModel", &request.base,
+                                                &qkv__v1__unshare_model_response__descriptor, &answer, error);
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
+  return code;
+}
+
+static int change(const qkvctl_values *values, const char *name, bool shared) {
   qkv_call_error error = {0};
   int status = QKV_EXIT_OK;
   qkv_client *client = qkvctl_connect(values);
   if (client == NULL) return QKV_EXIT_FAILED;
-  if (share(client, name, &error) != 0) status = qkv_program_failed("%s", error.text);
+  if ((shared ? share_model : unshare_model)(client, name, &error) != 0)
+    status = qkv_program_failed("%s", error.text);
   if (status == QKV_EXIT_OK && values->program.json) {
-    status = qkv_json_line(json_pack("{s:s, s:b}", "model", name, "shared", 1)) ? QKV_EXIT_OK : QKV_EXIT_FAILED;
+    status = qkv_json_line(json_pack("{s:s, s:b}", "model", name, "shared", shared)) ? QKV_EXIT_OK : QKV_EXIT_FAILED;
   } else if (status == QKV_EXIT_OK) {
-    printf("%s is shared with all tenants\n", name);
+    printf(shared ? "%s is shared with all tenants\n" : "%s is the tenant default's alone\n", name);
   }
   qkv_client_close(&client);
   return status;
+}
+
+int qkvctl_share(void *values, const qkv_option_list *arguments) {
+  return change(values, arguments->items[0], true);
+}
+
+int qkvctl_unshare(void *values, const qkv_option_list *arguments) {
+  return change(values, arguments->items[0], false);
 }

@@ -338,6 +338,19 @@ static size_t *count_sessions(qkv_store *store, const char *tenant) {
   return counts;
 }
 
+qkv_status qkv_store_unshare_model(qkv_store *store, const qkv_model *model, qkv_error *error) {
+  lock_to_write(store);
+  model_entry *entry = find_model(store, model->tenant, model->name);
+  size_t *own = count_sessions(store, model->tenant);
+  const size_t others = entry->sessions - own[entry->number];
+  if (others == 0) entry->shared = false;
+  unlock(store);
+  free(own);
+  if (others == 0) return QKV_OK;
+  return qkv_fail(error, QKV_FAILED_PRECONDITION, "the model %s has %zu sessions of other tenants", model->name,
+                  others);
+}
+
 void qkv_store_each_model(qkv_store *store, const char *tenant,
                           bool (*fn)(void *context, const qkv_model *model, size_t sessions), void *context) {
   lock_to_read(store);

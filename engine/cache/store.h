@@ -52,9 +52,10 @@ qkv_status qkv_store_register_model_within(qkv_store *store, const qkv_model *mo
 uint64_t qkv_store_tenant_models(qkv_store *store, const char *tenant);
 // As qkv_store_register_model, for the tenant's own model, whether one of the name is shared or not.
 qkv_status qkv_store_restore_model(qkv_store *store, const qkv_model *model, const qkv_model **out, qkv_error *error);
-// Shares a model of the default tenant, for as long as the store lives. Tenants that have one of the name keep
-// theirs.
+// Shares a model of the default tenant. Tenants that have one of the name keep theirs.
 void qkv_store_share_model(qkv_store *store, const qkv_model *model);
+// Ends that. FAILED_PRECONDITION "the model x has 3 sessions of other tenants"; it stays shared then.
+qkv_status qkv_store_unshare_model(qkv_store *store, const qkv_model *model, qkv_error *error);
 bool qkv_store_is_shared(qkv_store *store, const qkv_model *model);
 // Makes and tries the calibrations that are due, one after the other; false where none was. Takes seconds for a large
 // model: for a thread of its own. `may` is called before each calibration, which takes up to `bytes`; where it

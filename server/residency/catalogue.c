@@ -50,7 +50,7 @@ static qkvi_journaled *find_journaled(qkvi_residency *residency, const qkv_model
 void qkvi_catalogue_note_journaled(qkvi_residency *residency, const qkvi_journaled *what) {
   qkvi_journaled *known = find_journaled(residency, what->model, what->version);
   if (known != NULL) {
-    known->shared |= what->shared;
+    known->shared = what->shared;
     known->kept &= what->kept;
     return;
   }
@@ -189,6 +189,19 @@ qkv_status qkvi_catalogue_share_model(qkvi_residency *residency, qkv_store *stor
   if (residency != NULL && is_journaled(residency, model, &shared) && !shared)
     status = journal_model(residency, model, true, error);
   if (status == QKV_OK) qkv_store_share_model(store, model);
+  if (residency != NULL) (void)pthread_mutex_unlock(&residency->models_lock);
+  return status;
+}
+
+qkv_status qkvi_catalogue_unshare_model(qkvi_residency *residency, qkv_store *store, const qkv_model *model,
+                                        qkv_error *error) {
+  bool shared;
+  if (residency != NULL) (void)pthread_mutex_lock(&residency->models_lock);
+  qkv_status status = qkv_store_unshare_model(store, model, error);
+  if (status == QKV_OK && residency != NULL && is_journaled(residency, model, &shared) && shared) {
+    status = journal_model(residency, model, false, error);
+    if (status != QKV_OK) qkv_store_share_model(store, model);
+  }
   if (residency != NULL) (void)pthread_mutex_unlock(&residency->models_lock);
   return status;
 }

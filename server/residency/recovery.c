@@ -84,6 +84,8 @@ static bool restore_model(recovery *all, const Qkv__V1__Model *message, qkv_erro
   if (status != QKV_OK) return false;
   const bool shared = message->shared && strcmp(restored->tenant, QKV_TENANT_DEFAULT) == 0;
   if (shared) qkv_store_share_model(all->residency->store, restored);
+  // An entry that is not shared, behind one that is, has ended that.
+  if (!shared) (void)qkv_store_unshare_model(all->residency->store, restored, NULL);
   qkvi_catalogue_note_journaled(all->residency, &(qkvi_journaled){.model = restored, .shared = shared});
   return true;
 }

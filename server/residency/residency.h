@@ -83,6 +83,9 @@ void qkvi_catalogue_drop(qkvi_residency *residency, qkv_session *session);
 // UNAVAILABLE, RESOURCE_EXHAUSTED: it was not journaled, and is not shared. `residency` NULL: no journal.
 qkv_status qkvi_catalogue_share_model(qkvi_residency *residency, qkv_store *store, const qkv_model *model,
                                       qkv_error *error);
+// Ends that (qkv_store_unshare_model), likewise: a change that cannot be journaled is not made.
+qkv_status qkvi_catalogue_unshare_model(qkvi_residency *residency, qkv_store *store, const qkv_model *model,
+                                        qkv_error *error);
 // Changes the session's pin and ttl_ms, those that are not NULL, in the journal and then in memory: a change that
 // cannot be journaled is not made. Waits. `residency` NULL, and sessions in memory: no journal.
 typedef struct qkvi_note {

@@ -12,6 +12,7 @@ import pytest
 
 from daemon import PATIENCE, Daemon, binary, clean_environment
 from kv import TIMEOUT, Cache, Tenant, refused
+from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
 from test_http import ADMIN, ask
@@ -222,6 +223,45 @@ def test_restart_keeps_a_model_shared(tmp_path, first):
             daemon.kill()
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+def test_unshared_models_stay_so(tmp_path, killed):
+    """Not while another tenant has a session of it, in memory or on the SSD; then also after a restart."""
+    arguments = ("--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0")
+
+    def unshare(daemon):
+        admin_pb2_grpc.AdminStub(daemon.channel()).UnshareModel(admin_pb2.UnshareModelRequest(name="model-o"), timeout=TIMEOUT)
+
+    with Daemon(*arguments) as daemon:
+        base = Cache(daemon.stub(), "o", layers=1, durability=kv.DURABILITY_SYNC, shared=True)
+        base.append(0, *base.rows(100))
+        other = cache_of(base, Tenant(daemon.stub(), "other"))
+        open_session(other.stub, "o", "model-o", durability=kv.DURABILITY_SYNC)
+        other.append(0, *other.rows(100))
+        for keep in (True, False):
+            with refused(Code.FAILED_PRECONDITION, "the model model-o has 1 sessions of other tenants"):
+                unshare(daemon)
+            assert get(other.stub, "model-o").shared
+            other.stub.CloseSession(kv.CloseSessionRequest(session="o", keep=keep), timeout=TIMEOUT)
+        unshare(daemon)
+        unshare(daemon)
+        with refused(Code.NOT_FOUND, "no model model-o of tenant other"):
+            get(other.stub, "model-o")
+        if killed:
+            daemon.kill()
+    for _ in range(2):
+        with Daemon(*arguments) as daemon:
+            assert listed(daemon.stub(), "model-o") == [("model-o", "default", False, 1)]
+            with refused(Code.NOT_FOUND, "no model model-o of tenant other"):
+                get(Tenant(daemon.stub(), "other"), "model-o")
+            if killed:
+                daemon.kill()
+    with Daemon(*arguments) as daemon:  # and it can be shared again
+        register(daemon.stub(), base.model, shared=True)
+        assert get(Tenant(daemon.stub(), "other"), "model-o").shared
+    with Daemon(*arguments) as daemon:
+        assert get(Tenant(daemon.stub(), "other"), "model-o").shared
+
+
 def test_directory_of_a_daemon_without_models_of_tenants(tmp_path):
     """Written by version 0.1.0 before models had tenants: sessions `s` of the tenants `default` and `other`, 256 tokens
     each, of the model `model-s`, with a calibration. The model is the default tenant's, and shared as long as the other
@@ -333,5 +373,9 @@ def test_qkvctl(daemon, name):
     assert rows("--tenant", "a") == [("a", False, 32)] and rows("--tenant", "b") == []
     assert "only models of the tenant default are shared" in qkvctl("share", model.name, "--tenant", "a")
     assert qkvctl("share", "nothing") == "qkvctl: no model nothing"
+    assert qkvctl("share", model.name) == [{"model": model.name, "shared": True}]
+    assert qkvctl("unshare", "nothing") == "qkvctl: no model nothing"
+    assert qkvctl("unshare", model.name) == [{"model": model.name, "shared": False}]
+    assert rows("--tenant", "b") == []
     assert qkvctl("share", model.name) == [{"model": model.name, "shared": True}]
     assert rows() == [("a", False, 32), ("default", True, 16)] and rows("--tenant", "b") == [("default", True, 16)]

@@ -278,3 +278,13 @@ class TenantQuota(_message.Message):
     usage: QuotaUsage
     by_default: bool
     def __init__(self, quota: _Optional[_Union[Quota, _Mapping]] = ..., usage: _Optional[_Union[QuotaUsage, _Mapping]] = ..., by_default: bool = ...) -> None: ...
+
+class UnshareModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnshareModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
