@@ -55,7 +55,7 @@ static qkv_session *find_holder(qkv_session *session, uint64_t first, const qkv_
 
 // ---- What they have ----
 
-// Clients append pages with fewer planes, too: rows that are coded anew are better.
+// Planes may have been dropped, and clients append pages with fewer of them: rows that are coded anew are better.
 static bool is_whole(const qkv_page_entry *entry) {
   const qkv_codec_planes *planes = entry->coder->codec->planes;
   return planes == NULL || planes->whole(entry->coder, entry->page);
@@ -69,7 +69,7 @@ static void offer_page(const qkv_layer *layer, uint64_t position, offer *made) {
   qkv_page_entry *entry = qkv_layer_page(layer, at);
   qkvi_range_lock(range);
   if (entry->position == position && entry->tokens == PAGE && entry->page != NULL && entry->full == NULL &&
-      !entry->lost && is_whole(entry)) {
+      is_whole(entry)) {
     qkvi_image_share(&entry->page_holders);
     *made = (offer){.image = entry->page,
                     .holders = entry->page_holders,

@@ -1,8 +1,10 @@
 #include "engine/cache/session_spill.h"
 
 #include <pthread.h>
+#include <time.h>
 
 #include "engine/cache/session_retier.h"
+#include "engine/cache/session_state.h"
 #include "tests/engine/cache/backing_double.h"
 
 enum { LAYERS = 4, TOKENS = 200, PAGES = 3, FIRST = 3 };
@@ -333,6 +335,41 @@ static void test_a_reader_holds_up_nobody(void **unused) {
   teardown(&s);
 }
 
+typedef struct eviction {
+  scene *scene;
+  uint64_t freed;
+} eviction;
+
+static void *evict_all(void *context) {
+  eviction *on = context;
+  on->freed = qkv_session_evict(on->scene->session, UINT64_MAX, true);
+  return NULL;
+}
+
+// An eviction that may wait does so for a reader, once nothing else is left.
+static void test_an_eviction_waits_for_a_reader(void **unused) {
+  (void)unused;
+  scene s;
+  const qkv_layer *layer;
+  setup(&s);
+  append_all(&s);
+  qkv_session_info info;
+  qkv_session_read_info(s.session, &info, NULL);
+  eviction on = {.scene = &s};
+  pthread_t thread;
+  assert_int_equal(qkv_session_read(s.session, 2, &layer, NULL), QKV_OK);
+  assert_int_equal(pthread_create(&thread, NULL, evict_all, &on), 0);
+  const _Atomic unsigned *waiting = &layer_at(s.session, 2)->waiting;
+  for (int ms = 0; ms < 10000 && atomic_load(waiting) == 0; ms++)
+    (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+  assert_true(qkv_layer_holds(layer, 0, UINT64_MAX));
+  qkv_session_read_done(s.session, 2);
+  assert_int_equal(pthread_join(thread, NULL), 0);
+  assert_int_equal(on.freed, info.usage.bytes_coded);
+  for (uint32_t i = 0; i < LAYERS; i++) assert_int_equal(cold(&s, i), PAGES * 64);
+  teardown(&s);
+}
+
 typedef struct pause {
   backing_double *backing;
   pthread_mutex_t lock;
@@ -459,6 +496,7 @@ int main(void) {
       cmocka_unit_test(test_found_again),
       cmocka_unit_test(test_eviction_during_reads),
       cmocka_unit_test(test_a_reader_holds_up_nobody),
+      cmocka_unit_test(test_an_eviction_waits_for_a_reader),
       cmocka_unit_test(test_eviction_holds_up_no_reader),
       cmocka_unit_test(test_pages_come_back_together),
       cmocka_unit_test(test_lost_planes_come_back_together),
