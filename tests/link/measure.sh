@@ -88,7 +88,7 @@ fi
 
 # Gigabytes a second of one way to send.
 figure() {
-  "${in_server[@]}" "$build/bin/qkvd" --listen "$address" --memory-budget 2GiB 2>"$folder/log" &
+  "${in_server[@]}" "$build/bin/qkvd" --listen "$address" --allow-anonymous all --memory-budget 2GiB 2>"$folder/log" &
   daemon=$!
   "${in_client[@]}" "$build/bin/qkv-bench" "$@" --target "$address" --json --bytes "$bytes" --rounds 2 \
     --repeats "$repeats" --bits "$bits" --threads "$threads" | sed -n 's/.*"gbps":\([0-9.e+-]*\),.*/\1/p'
