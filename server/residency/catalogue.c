@@ -1,11 +1,14 @@
 // The journal entries of models, calibrations and sessions, by which the next process finds them.
 #include <assert.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/log.h"
 #include "engine/cache/session_spill.h"
 #include "proto/wire.h"
 #include "server/contract.h"
+#include "server/identity.h"
 #include "server/residency/internal.h"
 
 // ---- The journal ----
@@ -65,8 +68,9 @@ void qkvi_catalogue_note_journaled(qkvi_residency *residency, const qkvi_journal
 bool qkvi_catalogue_calibration_ready(qkvi_residency *residency, const qkv_model *model, uint32_t version) {
   if (version == 0) return true;
   qkvi_residency_lock(residency);
-  const bool ready = find_journaled(residency, model, version) != NULL;
-  residency->wanted |= !ready;
+  const qkvi_journaled *known = find_journaled(residency, model, version);
+  const bool ready = known != NULL && !known->unfit;
+  residency->wanted |= known == NULL;
   qkvi_residency_unlock(residency);
   return ready;
 }
@@ -90,10 +94,25 @@ static qkv_status write_calibration(qkvi_residency *residency, const qkv_model *
                                    .bytes = piece[0].length,
                                    .rest = bytes,
                                    .rest_bytes = size};
-  qkv_status status = qkv_storage_journal_long(residency->storage, &entry, qkvi_catalogue_on_journal, &wait, error);
+  qkv_status status = QKV_INVALID_ARGUMENT;
+  if (entry.bytes + entry.rest_bytes <= residency->entry_max)
+    status = qkv_storage_journal_long(residency->storage, &entry, qkvi_catalogue_on_journal, &wait, error);
   if (status == QKV_OK) status = qkvi_catalogue_finish_wait(&wait, error);
   qkv_wire_writer_destroy(&writer);
   return status;
+}
+
+static void note_unfit(qkvi_residency *residency, const qkv_model *model, const qkv_calibration *calibration) {
+  size_t size;
+  (void)qkv_calibration_bytes(calibration, &size);
+  qkv_log(QKV_LOG_ERROR, "a calibration is too large for the journal, pages that it codes stay in memory alone",
+          "{s:s, s:s*, s:I, s:I, s:I}", "model", model->name, "tenant", qkvi_tenant_to_log(model->tenant), "version",
+          (json_int_t)qkv_calibration_version(calibration), "bytes", (json_int_t)size, "at_most",
+          (json_int_t)residency->entry_max);
+  qkvi_residency_lock(residency);
+  qkvi_catalogue_note_journaled(
+      residency, &(qkvi_journaled){.model = model, .version = qkv_calibration_version(calibration), .unfit = true});
+  qkvi_residency_unlock(residency);
 }
 
 static void journal_calibration(qkvi_residency *residency, const qkv_model *model,
@@ -107,6 +126,7 @@ static void journal_calibration(qkvi_residency *residency, const qkv_model *mode
   if (!wanted) return;
   qkv_error error = {0};
   const qkv_status status = write_calibration(residency, model, calibration, kept, &error);
+  if (status == QKV_INVALID_ARGUMENT) return note_unfit(residency, model, calibration);
   qkvi_residency_lock(residency);
   if (status == QKV_OK) {
     qkvi_catalogue_note_journaled(residency, &(qkvi_journaled){.model = model, .version = version, .kept = kept});

@@ -32,6 +32,7 @@ typedef struct qkvi_journaled {
   uint32_t version;
   bool shared;  // the model was written as one that is shared
   bool kept;    // the calibration is one that pages came with, and was never the model's (Model.calibration_kept)
+  bool unfit;   // it is larger than an entry may be: its pages stay in memory alone
   struct qkvi_journaled *next;
 } qkvi_journaled;
 
@@ -117,6 +118,7 @@ struct qkvi_residency {
   qkv_status failure;          // of the last record; OK again once one is durable
   int64_t pause_ms, retry_ms;  // after a failure nothing is written for so long, until then
   qkvi_journaled *journaled;
+  uint64_t entry_max;  // bytes of an entry of the journal: QKV_JOURNAL_PAYLOAD_MAX, or less in tests
   qkvi_failed_cut *failed_cuts;
   uint64_t closes;            // that are being written
   qkvi_close *failed_closes;  // that are to be written again

@@ -65,6 +65,7 @@ qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *s
                                ? (uint64_t)options->storage_budget - 2 * (uint64_t)options->storage_segment
                                : UINT64_MAX;
   residency->metrics = metrics;
+  residency->entry_max = QKV_JOURNAL_PAYLOAD_MAX;
   init_locks(residency);
   qkvi_write_back_init_backing(residency, &residency->backings[0], false);
   qkvi_write_back_init_backing(residency, &residency->backings[1], true);

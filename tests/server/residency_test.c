@@ -563,6 +563,37 @@ static void test_many_calibrations(void **unused) {
   teardown(&s);
 }
 
+static bool has_unfit(qkvi_residency *residency) {
+  bool unfit = false;
+  qkvi_residency_lock(residency);
+  for (const qkvi_journaled *at = residency->journaled; at != NULL; at = at->next) unfit |= at->unfit;
+  qkvi_residency_unlock(residency);
+  return unfit;
+}
+
+// Its pages are not put, and it does not count as a failure of the disk, which other pages go to.
+static void test_a_calibration_larger_than_an_entry(void **unused) {
+  (void)unused;
+  scene s;
+  setup(&s, "auto");
+  s.residency->entry_max = 1000;
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, 64), QKV_OK);
+  calibrate(&s, 0);
+  assert_int_equal(append(&s, session, 0, 64, 128), QKV_OK);
+  const int64_t until = qkvi_now_ms() + 60000;
+  while ((!has_unfit(s.residency) || !qkv_session_is_durable(session, 0, 64)) && qkvi_now_ms() < until) {
+    (void)qkv_session_settle(session);
+    (void)usleep(1000);
+  }
+  assert_true(has_unfit(s.residency));
+  assert_true(qkv_session_is_durable(session, 0, 64));
+  assert_false(qkv_session_is_durable(session, 0, 128));
+  assert_int_equal(qkv_metric_read(&s.metrics[QKV_METRIC_SPILL_FAILED]), 0);
+  close_session(&s, &session);
+  teardown(&s);
+}
+
 #define BOTH(test)                          \
   static void test##_uring(void **unused) { \
     (void)unused;                           \
@@ -599,6 +630,7 @@ int main(void) {
       cmocka_unit_test(test_closing_before_it_is_journaled),
       cmocka_unit_test(test_a_check_that_is_refused),
       cmocka_unit_test(test_many_calibrations),
+      cmocka_unit_test(test_a_calibration_larger_than_an_entry),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
