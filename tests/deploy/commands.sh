@@ -63,11 +63,13 @@ end() {
 trap end EXIT
 begin=$SECONDS
 mkdir /tmp/kv
-trap 'tail -n 30 /tmp/kv/output >&2; echo "commands.sh: failed: $BASH_COMMAND" >&2' ERR
+exec 3>&2 # where the block's redirection does not reach
+trap 'tail -n 30 /tmp/kv/output >&3; echo "commands.sh: failed: $BASH_COMMAND" >&3' ERR
 # shellcheck disable=SC1090
 . <(echo "$block") >/tmp/kv/output 2>&1
 # Processor time is that of what has ended.
-echo "ten commands: $((SECONDS - begin)) s, of processor time (user, system): $(times | tail -n 1)"
+times >/tmp/kv/times
+echo "ten commands: $((SECONDS - begin)) s, of processor time (user, system): $(tail -n 1 /tmp/kv/times)"
 trap - ERR
 grep '^worker-[ab] (1, 8, 64) length 100$' /tmp/kv/output
 
