@@ -13,7 +13,7 @@ void qkvi_calibration_count(const qkv_calibration *calibration, bool more) {
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
   const size_t parts = shape->rope.theta != 0 ? QKV_CALIBRATION_PARTS : QKV_CALIBRATION_PARTS - 1;
   const uint64_t bytes = sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) +
-                         heads * (parts * sizeof(qkv_schedule) + sizeof *calibration->derived) +
+                         heads * (parts * sizeof(qkv_schedule) + QKVI_DERIVED_KINDS * sizeof *calibration->derived) +
                          calibration->whole_bytes +
                          atomic_load_explicit(&calibration->derived_bytes, memory_order_relaxed);
   if (more) {
@@ -42,7 +42,8 @@ void qkv_calibration_unref(const qkv_calibration **calibration) {
   *calibration = NULL;
   if (left == NULL || atomic_fetch_sub_explicit(&left->references, 1, memory_order_acq_rel) != 1) return;
   qkvi_calibration_count(left, false);
-  for (size_t i = 0; i < (size_t)left->shape.layers * left->shape.kv_heads; i++) free(left->derived[i]);
+  const size_t heads = (size_t)left->shape.layers * left->shape.kv_heads;
+  for (size_t i = 0; i < heads * QKVI_DERIVED_KINDS; i++) free(left->derived[i]);
   free(left->derived);
   free(left->heads);
   free(left->schedules);
@@ -82,9 +83,10 @@ const qkv_transform *qkv_calibration_transform(const qkv_calibration *calibratio
   return &head_of(calibration, layer, kv_head)->transforms[part];
 }
 
-_Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head) {
+_Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                          qkvi_derived kind) {
   assert(layer < calibration->shape.layers && kv_head < calibration->shape.kv_heads);
-  return &calibration->derived[(size_t)layer * calibration->shape.kv_heads + kv_head];
+  return &calibration->derived[((size_t)layer * calibration->shape.kv_heads + kv_head) * QKVI_DERIVED_KINDS + kind];
 }
 
 void qkvi_calibration_count_derived(const qkv_calibration *calibration, size_t bytes) {

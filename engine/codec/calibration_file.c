@@ -555,7 +555,7 @@ static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape
   calibration->schedules = calloc(heads * parts_of(shape), sizeof *calibration->schedules);
   calibration->whole_bytes = heads * head_whole_bytes(shape);
   calibration->whole = allocate(calibration->whole_bytes);
-  calibration->derived = calloc(heads, sizeof *calibration->derived);
+  calibration->derived = calloc(heads * QKVI_DERIVED_KINDS, sizeof *calibration->derived);
   if (calibration->heads == NULL || calibration->schedules == NULL || calibration->derived == NULL) abort();
   qkvi_calibration_count(calibration, true);
   calibration->version = (uint32_t)((const qkvi_calibration_header *)bytes)->checksum;

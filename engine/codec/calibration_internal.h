@@ -48,6 +48,13 @@ typedef struct qkvi_part_view {
   float *heavy;  // of format 2, keys in the attend frame; else NULL
 } qkvi_part_view;
 
+// What codecs derive from a head's numbers.
+typedef enum qkvi_derived {
+  QKVI_DERIVED_COMMVQ,
+  QKVI_DERIVED_PQ,  // [part][width / 4], widths 2, 4 and 8
+  QKVI_DERIVED_KINDS = QKVI_DERIVED_PQ + 2 * 3
+} qkvi_derived;
+
 typedef struct qkvi_head_view {
   qkv_transform transforms[QKV_CALIBRATION_PARTS];
   int8_t tier_offsets[QKV_CALIBRATION_PARTS];
@@ -67,7 +74,8 @@ struct qkv_calibration {
   qkv_schedule *schedules;  // [layers][kv_heads][parts that the file has]
   uint8_t *whole;           // of all heads: matrices in whole numbers, and other data made from a file's bytes
   size_t whole_bytes;
-  _Atomic(void *) *derived;  // [layers][kv_heads], what codecs have made of a head's numbers; NULL: nothing so far
+  // [layers][kv_heads][QKVI_DERIVED_KINDS], what codecs have made of a head's numbers; NULL: nothing so far
+  _Atomic(void *) *derived;
   _Atomic uint64_t derived_bytes;
 };
 
@@ -93,7 +101,8 @@ void qkvi_calibration_write_data_free(const qkvi_part_view *part);
 void qkvi_calibration_count(const qkv_calibration *calibration, bool more);
 
 // The place for data that a codec derives for a head, freed with the calibration; and counts bytes of it.
-_Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head);
+_Atomic(void *) *qkvi_calibration_derived(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                          qkvi_derived kind);
 void qkvi_calibration_count_derived(const qkv_calibration *calibration, size_t bytes);
 
 // Sets the checksum of `size` bytes that begin with a header.

@@ -354,7 +354,7 @@ static qkv_commvq_book *make_calibrated(const qkv_transform *transform, const qk
 
 const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head) {
   const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
-  _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head);
+  _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head, QKVI_DERIVED_COMMVQ);
   void *found = atomic_load_explicit(kept, memory_order_acquire);
   if (found != NULL) return found;
   const qkv_transform *transform = qkv_calibration_transform(calibration, layer, kv_head, QKV_PART_K_ARCHIVE);

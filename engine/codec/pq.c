@@ -15,8 +15,20 @@ static bool bits_valid(double bits) {
   return bits == 1 || bits == 2 || bits == 4;
 }
 
+typedef struct head_tables {
+  const qkv_calibration *calibration;  // NULL:
+  const qkv_pq_book *data_free;
+  uint32_t layer, kv_head;
+} head_tables;
+
+static size_t width_of(const qkv_part_coder *coder) {
+  return CODE_BITS / coder->bits;
+}
+
 static const qkv_pq_book *book_of(const qkv_part_coder *coder) {
-  return coder->tables;
+  const head_tables *tables = coder->tables;
+  if (tables->calibration == NULL) return tables->data_free;
+  return qkv_pq_book_calibrated(tables->calibration, tables->layer, tables->kv_head, coder->part, width_of(coder));
 }
 
 static size_t subs_of(const qkv_part_coder *coder) {
@@ -28,8 +40,21 @@ static const uint8_t *codes_of(const uint8_t *block) {
 }
 
 static void pq_init(qkv_part_coder *coder) {
-  coder->tables = qkv_pq_book_get(coder->dim, CODE_BITS / coder->bits);
   coder->block_bytes = (uint32_t)(QKVI_SIZES_BYTES + subs_of(coder) * QKV_PAGE_TOKENS);
+}
+
+static size_t pq_head_bytes(const qkv_part_coder *coder) {
+  (void)coder;
+  return sizeof(head_tables);
+}
+
+static void pq_head(const qkv_part_coder *coder, const qkv_coder_spec *spec, const qkv_calibration *calibration,
+                    uint32_t layer, uint32_t kv_head, void *tables) {
+  (void)spec;
+  *(head_tables *)tables = (head_tables){.calibration = calibration,
+                                         .data_free = qkv_pq_book_get(coder->dim, width_of(coder)),
+                                         .layer = layer,
+                                         .kv_head = kv_head};
 }
 
 // The codes of a row's sub-vectors, and its RMS.
@@ -40,7 +65,7 @@ static float code_row(const qkv_part_coder *coder, const float *row, uint8_t *co
   memset(codes, 0, subs_of(coder));
   if (rms == 0) return 0;
   qkv_hadamard_forward(turned, 1, coder->dim);
-  for (size_t s = 0; s < subs_of(coder); s++) codes[s] = qkv_pq_nearest(book, turned + s * book->width);
+  for (size_t s = 0; s < subs_of(coder); s++) codes[s] = qkv_pq_nearest(book, s, turned + s * book->width);
   return rms;
 }
 
@@ -87,9 +112,11 @@ static void pq_query(const qkv_part_coder *coder, const float *queries, size_t n
       for (size_t c = 0; c < dim; c++) together[c][i] = turned[c];
     }
     if (!tables) memcpy(out + group * dim, together, dim * sizeof *together);
-    for (size_t i = 0; tables && i < subs * QKV_PQ_POINTS; i++)
+    for (size_t i = 0; tables && i < subs * QKV_PQ_POINTS; i++) {
+      const float *points = qkv_pq_points(book, i / QKV_PQ_POINTS);
       out[group * subs * QKV_PQ_POINTS + i] =
-          multiply(book->points + i % QKV_PQ_POINTS * width, width, together + i / QKV_PQ_POINTS * width);
+          multiply(points + i % QKV_PQ_POINTS * width, width, together + i / QKV_PQ_POINTS * width);
+    }
   }
 }
 
@@ -106,9 +133,10 @@ static void pq_scores(const qkv_part_coder *coder, const uint8_t *block, const f
     lanes sums[QKV_PAGE_TOKENS] = {{0}};
     for (size_t s = group * subs; s < (group + 1) * subs; s++) {
       const uint8_t *codes = codes_of(block) + s % subs * QKV_PAGE_TOKENS;
+      const float *points = qkv_pq_points(book, s % subs);
       for (size_t t = 0; tables && t < QKV_PAGE_TOKENS; t++) sums[t] += ready[s * QKV_PQ_POINTS + codes[t]];
       for (size_t t = 0; !tables && t < QKV_PAGE_TOKENS; t++)
-        sums[t] += multiply(book->points + codes[t] * width, width, ready + s * width);
+        sums[t] += multiply(points + codes[t] * width, width, ready + s * width);
     }
     for (size_t i = 0; i < LANES && group * LANES + i < n; i++) {
       float *row = scores + (group * LANES + i) * QKV_PAGE_TOKENS;
@@ -146,9 +174,10 @@ static void pq_accumulate(const qkv_part_coder *coder, const uint8_t *block, con
     for (size_t s = 0; s < subs_of(coder); s++) {
       lanes found[QKV_PQ_WIDTH_MAX] = {{0}};
       const uint8_t *codes = codes_of(block) + s * QKV_PAGE_TOKENS;
-      if (book->width == 2) add_points(book->points, 2, codes, scaled, found);
-      if (book->width == 4) add_points(book->points, 4, codes, scaled, found);
-      if (book->width == 8) add_points(book->points, 8, codes, scaled, found);
+      const float *points = qkv_pq_points(book, s);
+      if (book->width == 2) add_points(points, 2, codes, scaled, found);
+      if (book->width == 4) add_points(points, 4, codes, scaled, found);
+      if (book->width == 8) add_points(points, 8, codes, scaled, found);
       for (size_t i = 0; i < count; i++) {
         float *row = sums + (group * LANES + i) * coder->dim + s * book->width;
         for (size_t j = 0; j < book->width; j++) row[j] += found[j][i];
@@ -171,7 +200,8 @@ static void pq_decode(const qkv_part_coder *coder, const uint8_t *block, float *
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
     for (size_t c = 0; c < coder->dim; c++) {
       const uint8_t code = codes[c / book->width * QKV_PAGE_TOKENS + t];
-      rows[t * coder->dim + c] = sizes[t] * book->points[code * book->width + c % book->width];
+      const float *points = qkv_pq_points(book, c / book->width);
+      rows[t * coder->dim + c] = sizes[t] * points[code * book->width + c % book->width];
     }
   }
   qkv_hadamard_inverse(rows, QKV_PAGE_TOKENS, coder->dim);
@@ -194,6 +224,8 @@ static double pq_error_bound(double bits) {
 static const qkv_part_codec part = {.id = ID,
                                     .version = VERSION,
                                     .init = pq_init,
+                                    .head_bytes = pq_head_bytes,
+                                    .head = pq_head,
                                     .encode = pq_encode,
                                     .query = pq_query,
                                     .scores = pq_scores,
@@ -205,6 +237,7 @@ static const qkv_part_codec part = {.id = ID,
 
 const qkv_codec qkvi_codec_pq = {.id = ID,
                                  .name = "pq",
+                                 .calibrated = true,
                                  .bits_valid = bits_valid,
                                  .bits_text = "1, 2 and 4 with pq",
                                  .error_bound = pq_error_bound,

@@ -1,5 +1,6 @@
 // The codec "pq", product quantization: each row's RMS in fp16, and of its direction, rotated by a Hadamard
-// transform, each 8 / bits neighbouring coordinates by the nearest of 256 points (pq_book.h). 1, 2 or 4 bits.
+// transform, each 8 / bits neighbouring coordinates by the nearest of 256 points, those of the page's calibration
+// where there is one (pq_book.h). 1, 2 or 4 bits.
 //
 //   block   sizes  [64] fp16, |row| / sqrt(dim)
 //           codes  [dim * bits / 8][64], u8: sub-vector by sub-vector, the number of its point

@@ -6,12 +6,17 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codec/calibration_internal.h"
+#include "engine/codec/commvq_book.h"
+#include "engine/codec/hadamard.h"
 #include "engine/codec/random.h"
 #include "engine/codec/schedule.h"
 
 enum {
   SAMPLES = 24576,
   ROUNDS = 20,
+  DRAWN = 8192,  // rows from a calibration, and rounds of k-means on them
+  DRAWN_ROUNDS = 8,
   LANES = 4,
   BLOCKS = QKV_PQ_POINTS / LANES,
   WIDTHS = QKV_DIM_MAX / QKV_BAND,
@@ -28,13 +33,19 @@ static inline floats choose(integers mask, floats yes, floats no) {
   return (floats)((mask & (integers)yes) | (~mask & (integers)no));
 }
 
-uint8_t qkv_pq_nearest(const qkv_pq_book *book, const float *x) {
-  const floats *squares = (const floats *)book->squares, *columns = (const floats *)book->columns;
+// Where a sub-vector's numbers begin, by kind.
+static size_t numbers_of(size_t width) {
+  return (2 * width + 1) * QKV_PQ_POINTS;
+}
+
+static uint8_t nearest_of(const float *numbers, size_t width, const float *x) {
+  const floats *columns = (const floats *)(numbers + width * QKV_PQ_POINTS);
+  const floats *squares = (const floats *)(numbers + 2 * width * QKV_PQ_POINTS);
   floats least = {INFINITY, INFINITY, INFINITY, INFINITY};
   integers at = {0};
   for (int32_t block = 0; block < BLOCKS; block++) {
     floats far = squares[block];
-    for (size_t j = 0; j < book->width; j++) far -= x[j] * columns[j * BLOCKS + (size_t)block];
+    for (size_t j = 0; j < width; j++) far -= x[j] * columns[j * BLOCKS + (size_t)block];
     const integers nearer = far < least;
     least = choose(nearer, far, least);
     at = (nearer & block) | (~nearer & at);
@@ -44,6 +55,10 @@ uint8_t qkv_pq_nearest(const qkv_pq_book *book, const float *x) {
     if (least[i] < least[best] || (least[i] <= least[best] && at[i] < at[best])) best = i;
   }
   return (uint8_t)(at[best] * LANES + best);
+}
+
+uint8_t qkv_pq_nearest(const qkv_pq_book *book, size_t sub, const float *x) {
+  return nearest_of(qkv_pq_points(book, sub), book->width, x);
 }
 
 // ---- Training ----
@@ -65,66 +80,94 @@ static void draw(float *samples, size_t dim, size_t width) {
   }
 }
 
-static void set_point(qkv_pq_book *book, size_t p, const float *x) {
+// What a codebook is found from.
+typedef struct training {
+  const float *samples;  // [count][width]
+  size_t count, width;
+  float *numbers;  // of the sub-vector
+} training;
+
+static void set_point(const training *of, size_t p, const float *x) {
   float square = 0;
-  for (size_t j = 0; j < book->width; j++) {
-    book->points[p * book->width + j] = book->columns[j * QKV_PQ_POINTS + p] = x[j];
+  for (size_t j = 0; j < of->width; j++) {
+    of->numbers[p * of->width + j] = of->numbers[(of->width + j) * QKV_PQ_POINTS + p] = x[j];
     square += x[j] * x[j];
   }
-  book->squares[p] = square / 2;
+  of->numbers[2 * of->width * QKV_PQ_POINTS + p] = square / 2;
 }
 
 // Each next seed is a sample, drawn by its squared distance to the nearest seed so far.
-static void seed(qkv_pq_book *book, const float *samples) {
+static void seed(const training *of) {
   uint64_t state = SEED;
-  float *nearest = malloc(SAMPLES * sizeof *nearest);
+  float *nearest = malloc(of->count * sizeof *nearest);
   if (nearest == NULL) abort();
-  for (size_t i = 0; i < SAMPLES; i++) nearest[i] = INFINITY;
+  for (size_t i = 0; i < of->count; i++) nearest[i] = INFINITY;
   size_t chosen = 0;
   for (size_t p = 0; p < QKV_PQ_POINTS; p++) {
-    const float *point = samples + chosen * book->width;
+    const float *point = of->samples + chosen * of->width;
     double total = 0;
-    set_point(book, p, point);
-    for (size_t i = 0; i < SAMPLES; i++) {
+    set_point(of, p, point);
+    for (size_t i = 0; i < of->count; i++) {
       float square = 0;
-      for (size_t j = 0; j < book->width; j++) {
-        const float off = samples[i * book->width + j] - point[j];
+      for (size_t j = 0; j < of->width; j++) {
+        const float off = of->samples[i * of->width + j] - point[j];
         square += off * off;
       }
       nearest[i] = square < nearest[i] ? square : nearest[i];
       total += (double)nearest[i];
     }
     double left = qkvi_random_uniform(&state) * total;
-    for (chosen = 0; chosen + 1 < SAMPLES && left >= (double)nearest[chosen]; chosen++)
+    for (chosen = 0; chosen + 1 < of->count && left >= (double)nearest[chosen]; chosen++)
       left -= (double)nearest[chosen];
   }
   free(nearest);
 }
 
-static void move(qkv_pq_book *book, const float *samples) {
+static void move(const training *of) {
   double sums[QKV_PQ_POINTS * QKV_PQ_WIDTH_MAX] = {0};
   uint32_t counts[QKV_PQ_POINTS] = {0};
-  for (size_t i = 0; i < SAMPLES; i++) {
-    const uint8_t p = qkv_pq_nearest(book, samples + i * book->width);
+  for (size_t i = 0; i < of->count; i++) {
+    const uint8_t p = nearest_of(of->numbers, of->width, of->samples + i * of->width);
     counts[p]++;
-    for (size_t j = 0; j < book->width; j++) sums[p * book->width + j] += (double)samples[i * book->width + j];
+    for (size_t j = 0; j < of->width; j++) sums[p * of->width + j] += (double)of->samples[i * of->width + j];
   }
   for (size_t p = 0; p < QKV_PQ_POINTS; p++) {
     float mean[QKV_PQ_WIDTH_MAX];
-    for (size_t j = 0; j < book->width; j++) mean[j] = (float)(sums[p * book->width + j] / counts[p]);
-    if (counts[p] > 0) set_point(book, p, mean);
+    for (size_t j = 0; j < of->width; j++) mean[j] = (float)(sums[p * of->width + j] / counts[p]);
+    if (counts[p] > 0) set_point(of, p, mean);
   }
 }
 
-static qkv_pq_book *make(size_t dim, size_t width) {
-  qkv_pq_book *book = aligned_alloc(64, sizeof *book);
-  float *samples = malloc(SAMPLES * width * sizeof *samples);
-  if (book == NULL || samples == NULL) abort();
-  memset(book, 0, sizeof *book);
+static void train(const training *of, int rounds) {
+  seed(of);
+  for (int round = 0; round < rounds; round++) move(of);
+}
+
+static size_t book_bytes(size_t width, size_t subs) {
+  const size_t bytes = sizeof(qkv_pq_book) + subs * numbers_of(width) * sizeof(float);
+  return (bytes + 63) / 64 * 64;
+}
+
+static qkv_pq_book *allocate(size_t width, size_t subs) {
+  qkv_pq_book *book = aligned_alloc(64, book_bytes(width, subs));
+  if (book == NULL) abort();
+  memset(book, 0, book_bytes(width, subs));
   book->width = width;
+  book->stride = subs == 1 ? 0 : numbers_of(width);
+  return book;
+}
+
+static float *allocate_samples(size_t count) {
+  float *samples = malloc(count * sizeof *samples);
+  if (samples == NULL) abort();
+  return samples;
+}
+
+static qkv_pq_book *make(size_t dim, size_t width) {
+  qkv_pq_book *book = allocate(width, 1);
+  float *samples = allocate_samples(SAMPLES * width);
   draw(samples, dim, width);
-  seed(book, samples);
-  for (int round = 0; round < ROUNDS; round++) move(book, samples);
+  train(&(training){samples, SAMPLES, width, book->numbers}, ROUNDS);
   free(samples);
   return book;
 }
@@ -139,4 +182,78 @@ const qkv_pq_book *qkv_pq_book_get(size_t dim, size_t width) {
   const qkv_pq_book *book = *found;
   (void)pthread_mutex_unlock(&lock);
   return book;
+}
+
+// ---- Of a calibration ----
+
+// Turns the pairs of a key that turn far within some thousand tokens by random angles.
+static void turn(const qkv_rope *rope, const uint16_t *pairs, uint64_t *state, float *row) {
+  enum { STILL = 1024 };  // tokens for a radian
+  for (uint32_t pair = 0; pair < rope->width / 2; pair++) {
+    float *a = &row[pairs[2 * pair]], *b = &row[pairs[2 * pair + 1]];
+    const double x = qkvi_random_gaussian(state), y = qkvi_random_gaussian(state);
+    const double size = sqrt(x * x + y * y);
+    if (qkv_rope_frequency(rope, 0, pair) * STILL < 1 || !(size > 1e-6)) continue;
+    const float cosine = (float)(x / size), sine = (float)(y / size);
+    const float first = *a * cosine - *b * sine, second = *a * sine + *b * cosine;
+    *a = first;
+    *b = second;
+  }
+}
+
+// samples [dim / width][DRAWN][width] of rows whose RMS is 1, rotated; `rope` NULL: as they are.
+static void draw_rows(const qkv_transform *transform, const qkv_rope *rope, size_t dim, size_t width,
+                      float *samples) {
+  uint64_t state = SEED + dim;
+  uint16_t pairs[QKV_DIM_MAX] = {0};
+  float row[QKV_DIM_MAX];
+  if (rope != NULL) qkv_commvq_pairs(rope, dim, pairs);
+  for (size_t i = 0; i < DRAWN; i++) {
+    double square = 1e-30;
+    memcpy(row, transform->mean, dim * sizeof *row);
+    for (size_t c = 0; c < dim; c++) {
+      const float z = (float)qkvi_random_gaussian(&state);
+      for (size_t j = 0; j < dim; j++) row[j] += z * transform->synthesis[c * dim + j];
+    }
+    if (rope != NULL) turn(rope, pairs, &state, row);
+    for (size_t c = 0; c < dim; c++) square += (double)row[c] * (double)row[c];
+    const float scale = (float)(1 / sqrt(square / (double)dim));
+    for (size_t c = 0; c < dim; c++) row[c] *= scale;
+    qkv_hadamard_forward(row, 1, dim);
+    for (size_t c = 0; c < dim; c++) samples[(c / width * DRAWN + i) * width + c % width] = row[c];
+  }
+}
+
+static qkv_pq_book *make_calibrated(const qkv_transform *transform, const qkv_rope *rope, size_t dim, size_t width) {
+  qkv_pq_book *book = allocate(width, dim / width);
+  float *samples = allocate_samples(DRAWN * dim);
+  draw_rows(transform, rope, dim, width, samples);
+  for (size_t s = 0; s < dim / width; s++) {
+    const training of = {samples + s * DRAWN * width, DRAWN, width, book->numbers + s * book->stride};
+    train(&of, DRAWN_ROUNDS);
+  }
+  free(samples);
+  return book;
+}
+
+const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                          qkv_part part, size_t width) {
+  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
+  const size_t dim = part == QKV_K ? shape->key_dim : shape->value_dim;
+  const qkvi_derived kind = QKVI_DERIVED_PQ + (unsigned)part * SUB_WIDTHS + (unsigned)width / 4;
+  _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head, kind);
+  void *found = atomic_load_explicit(kept, memory_order_acquire);
+  if (found != NULL) return found;
+  const qkv_transform *transform =
+      qkv_calibration_transform(calibration, layer, kv_head, part == QKV_K ? QKV_PART_K_ARCHIVE : QKV_PART_V);
+  if (transform->analysis == NULL) return qkv_pq_book_get(dim, width);
+  const bool turns = part == QKV_K && shape->rope.theta != 0;
+  qkv_pq_book *book = make_calibrated(transform, turns ? &shape->rope : NULL, dim, width);
+  // Another thread may have made the same book meanwhile.
+  if (atomic_compare_exchange_strong(kept, &found, book)) {
+    qkvi_calibration_count_derived(calibration, book_bytes(width, dim / width));
+    return book;
+  }
+  free(book);
+  return found;
 }

@@ -1,9 +1,14 @@
-// Codebooks of product quantization: 256 points for `width` neighbouring coordinates of a uniform point on the sphere
-// of a width d, times sqrt(d), as rotated rows have them. By k-means from k-means++ seeds on drawn points, so no
-// calibration is needed; all sub-vectors of a row are alike and share one.
+// Codebooks of product quantization: 256 points for `width` neighbouring coordinates of rows that are rotated and
+// have RMS 1. By k-means from k-means++ seeds on drawn points.
 //
-// Found once for a d and a width, in a few tenths of a second; sums, products and square roots without contraction,
-// so that it is the same on every machine. The points are written into no page: they must not change.
+// Without a calibration: of uniform points on the sphere of a width d, times sqrt(d), so that all sub-vectors are
+// alike and share one codebook; found once for a d and a width, in a few tenths of a second. With one: a codebook for
+// each sub-vector of a head's keys or values, of rows drawn from the mean and the covariance that it knows; of keys
+// after RoPE, whose pairs of coordinates are turned by random angles, but for those that turn by less than a radian
+// in 1024 tokens, which are left as they are. Found when a head's first page is coded or read.
+//
+// Sums, products, quotients and square roots without contraction, so that a codebook is the same on every machine.
+// The points are written into no page: they must not change.
 //
 // Source: Jegou, Douze, Schmid, "Product Quantization for Nearest Neighbor Search" (2011); Arthur, Vassilvitskii,
 // "k-means++" (2007).
@@ -15,20 +20,30 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/codec/calibration.h"
+#include "engine/codec/page.h"
+
 #define QKV_PQ_POINTS 256
 #define QKV_PQ_WIDTH_MAX 8
 
 typedef struct qkv_pq_book {
   size_t width;
-  _Alignas(64) float points[QKV_PQ_POINTS * QKV_PQ_WIDTH_MAX];   // [256][width]
-  _Alignas(64) float columns[QKV_PQ_WIDTH_MAX * QKV_PQ_POINTS];  // [width][256], the same
-  _Alignas(64) float squares[QKV_PQ_POINTS];                     // half of |point|^2
+  size_t stride;                 // from one sub-vector's numbers to the next's; 0: all share them
+  _Alignas(64) float numbers[];  // [256][width] points, [width][256] the same, [256] half of |point|^2
 } qkv_pq_book;
+
+// A sub-vector's points [256][width].
+static inline const float *qkv_pq_points(const qkv_pq_book *book, size_t sub) {
+  return book->numbers + sub * book->stride;
+}
 
 // `dim` a multiple of 8 up to QKV_DIM_MAX; width 2, 4 or 8. Stays for ever.
 const qkv_pq_book *qkv_pq_book_get(size_t dim, size_t width);
+// Of a head of a calibration; kept as long as that.
+const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                          qkv_part part, size_t width);
 
-// The point nearest to x [width]; of equally near ones the first.
-uint8_t qkv_pq_nearest(const qkv_pq_book *book, const float *x);
+// The point of a sub-vector nearest to x [width]; of equally near ones the first.
+uint8_t qkv_pq_nearest(const qkv_pq_book *book, size_t sub, const float *x);
 
 #endif

@@ -181,12 +181,13 @@ def test_layers_with_codecs_of_their_own(make_cache):
         assert np.allclose(cache.attend(255, query, layer=layer)[0], attention(query, read_k, read_v, 255)[0], atol=2e-5)
 
 
-def test_commvq_under_a_calibration(tmp_path):
-    """Codebooks are those of the calibration that a page names, in other daemons and processes, too."""
+@pytest.mark.parametrize("codec", ["commvq", "pq", "turboquant-outliers"])
+def test_codes_of_a_calibration(tmp_path, codec):
+    """Codebooks and channels are those of the calibration that a page names, in other daemons and processes, too."""
     arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB")
     with Daemon(*arguments) as daemon, Daemon() as other:
         cache = Cache(daemon.stub(), "kept", layers=LAYERS, key_dim=64, value_dim=32, recent_window=WINDOW,
-                      policy=POLICY(codec="commvq", bits_k=2, bits_v=2), rope=model_pb2.Rope(theta=10000),
+                      policy=POLICY(codec=codec, bits_k=2, bits_v=2), rope=model_pb2.Rope(theta=10000),
                       durability=kv.DURABILITY_SYNC)
         shift = np.linspace(-5, 5, 32, dtype=np.float32)  # values far from 0, as a calibration knows
 

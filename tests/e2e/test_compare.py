@@ -13,7 +13,7 @@ from test_cli import DATA, json_lines, run
 
 CODECS = {"embedded", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq",
           "turboquant-outliers", "turboquant-ip-outliers"}
-CALIBRATED = {"embedded", "commvq", "turboquant-outliers", "turboquant-ip-outliers"}
+CALIBRATED = {"embedded", "commvq", "pq", "turboquant-outliers", "turboquant-ip-outliers"}
 
 
 def filled(make_cache, tokens=500, **fields):

@@ -1,4 +1,5 @@
-// Outlier channels with a calibration: which channels get more bits, and what that gains.
+// Codecs of parts with a calibration: which channels are outliers, what codebooks of pq gain, and that a calibration
+// gives the same codes wherever it is read.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -120,7 +121,33 @@ static void channels_of_the_calibration_get_the_bits(void **state) {
   }
 }
 
+// Each sub-vector has points of its own for what it is like.
+static void codebooks_of_the_calibration_gain(void **state) {
+  (void)state;
+  qkv_rope rope = {.theta = 10000};
+  qkv_error error;
+  qkv_calibration *again = NULL;
+  double without[2], with[2], read_again[2];
+  size_t size;
+  assert_int_equal(qkv_rope_resolve(&rope, DIM, &error), QKV_OK);
+  const qkv_calibration *calibration = learn(&rope);
+  const size_t bytes = measure("pq", 2, &rope, NULL, without);
+  assert_int_equal(measure("pq", 2, &rope, calibration, with), bytes);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    if (with[part] > 0.15 * without[part])
+      fail_msg("part %d: %g, without a calibration %g", part, with[part], without[part]);
+  }
+  // From the file's bytes codebooks are found again, the same ones.
+  const void *file = qkv_calibration_bytes(calibration, &size);
+  assert_int_equal(qkv_calibration_read(file, size, &again, &error), QKV_OK);
+  (void)measure("pq", 2, &rope, again, read_again);
+  assert_memory_equal(read_again, with, sizeof with);
+  qkv_calibration_unref((const qkv_calibration **)&again);
+  qkv_calibration_unref(&calibration);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(channels_of_the_calibration_get_the_bits)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(channels_of_the_calibration_get_the_bits),
+                                     cmocka_unit_test(codebooks_of_the_calibration_gain)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
