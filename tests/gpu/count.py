@@ -23,8 +23,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMITS = {("qkv_simt_attend_128x4_q2w1", 2): 1150, ("qkv_simt_attend_128x4_q2w1", 4): 1550}
 ALSO = ("qkv_simt_attend_128x4_q1w1", "qkv_simt_attend_128x8_q1w1", "qkv_simt_attend_64x4_q1w1")
 CALIBRATED = ("qkv_simt_calibrated_128", "qkv_simt_calibrated_64")
-# Loops of the turn kernels in their order, and how often each runs: inputs, products, rows, in which terms and fast pairs.
-TURNS = {"qkv_simt_turn_128": (2, 2, 4, 7, 14), "qkv_simt_turn_64": (1, 1, 4, 3, 9)}
+# Loops of the turn kernels in their order, and how often each runs: inputs, products, terms, fast pairs.
+TURNS = {"qkv_simt_turn_128": (2, 2, 7, 14), "qkv_simt_turn_64": (1, 1, 3, 9)}
 KEY_PASSES = 2  # of the loop over pairs of groups of keys, where it is one
 ALU = "PRMT LOP3 SHF IADD3 ISETP FSETP FSEL SEL FMNMX LEA VIADD PLOP3 IMNMX I2FP VIMNMX".split()
 
