@@ -63,8 +63,19 @@ class Rope:
 
 
 Codec = Literal[
-    "", "embedded", "exact", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq",
-    "turboquant-outliers", "turboquant-ip-outliers"
+    "",
+    "embedded",
+    "exact",
+    "kivi",
+    "turboquant",
+    "turboquant-ip",
+    "polarquant",
+    "running-u8",
+    "pq",
+    "int8",
+    "commvq",
+    "turboquant-outliers",
+    "turboquant-ip-outliers",
 ]
 Rotation = Literal["", "hadamard", "dense"]
 
