@@ -280,14 +280,14 @@ def test_session_and_map(loaded):
     status, value = api(loaded, "map", session="alpha", layer=0, buckets=300)
     assert status == 200 and (value["tokens"], value["tokens_per_bucket"]) == (300, 1)
     assert len(value["bits"]) == len(value["attention"]) == value["kv_heads"]
-    exact, memory, shared, ssd = value["places"]
-    assert value["place_names"] == ["exact", "memory", "shared", "ssd"]
-    assert all(sum(parts) == 1 for parts in zip(exact, memory, shared, ssd))
+    exact, memory, shared, ssd, gpu = value["places"]
+    assert value["place_names"] == ["exact", "memory", "shared", "ssd", "gpu"]
+    assert all(sum(parts) == 1 for parts in zip(exact, memory, shared, ssd)) and sum(gpu) == 0
     coded = int(300 - sum(exact))
     assert 0 < coded < 300 and sum(shared) == coded  # its fork has these pages, too
     assert all(0 < bits < 9 for bits in value["bits"][0][:coded]) and min(value["bits"][0][coded:]) >= 16
     cold = api(loaded, "map", session="beta", layer=1, buckets=2)[1]
-    assert cold["places"] == [[0, 0], [0, 0], [0, 0], [1, 1]] and cold["bits"][0] == [0, 0]
+    assert cold["places"] == [[0, 0], [0, 0], [0, 0], [1, 1], [0, 0]] and cold["bits"][0] == [0, 0]
     assert api(loaded, "map", session="beta", layer=0, buckets=2)[1]["places"][1] == [1, 1]
 
 
