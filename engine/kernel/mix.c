@@ -119,10 +119,11 @@ QKV_DECLARE_MIX(qkvi_mix_integer_reference) {
   for (size_t lane = 0; lane < matrix->lanes; lane += LANES) {
     qkv_mix_unpack(matrix->codes + lane * steps * matrix->bits / 8, LANES, steps, matrix->bits, codes);
     for (size_t i = 0; i < rows * LANES; i++) {
+      const size_t row = i / LANES, at = i % LANES;
       int32_t sum = 0;
-      for (size_t s = 0; s < steps; s++) sum += whole[i / LANES][s] * table.bytes[codes[i % LANES * steps + s]];
-      out[i / LANES * stride + lane + i % LANES] +=
-          (float)(2 * sum - table.middle * totals[i / LANES]) * (scales[i / LANES] * table.half_step);
+      for (size_t s = 0; s < steps; s++) sum += whole[row][s] * table.bytes[codes[at * steps + s]];
+      const int32_t units = 2 * sum - table.middle * totals[row];
+      out[row * stride + lane + at] += (float)units * (scales[row] * table.half_step);
     }
   }
   if (n > rows) qkvi_mix_integer_reference(matrix, factors + rows * steps, n - rows, out + rows * stride, stride);

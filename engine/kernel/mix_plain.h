@@ -22,8 +22,8 @@ static inline void mix_bytes_plain(const qkv_code_matrix *matrix, mix_bytes *tab
   for (unsigned i = 0; matrix->values != NULL && i < count; i++) largest = fmaxf(largest, fabsf(matrix->values[i]));
   const float inverse = largest > 0 ? QKVI_MIX_VALUE_MOST / largest : 0;
   for (unsigned i = 0; i < 1u << QKV_MIX_INTEGER_BITS; i++) {
-    const float value = matrix->values != NULL ? matrix->values[i % count] : 0;
-    table->bytes[i] = (uint8_t)(matrix->values != NULL ? 64 + (int)lrintf(value * inverse) : (int)(i % count));
+    const float value = matrix->values != NULL ? matrix->values[i & (count - 1)] : 0;
+    table->bytes[i] = (uint8_t)(matrix->values != NULL ? 64 + (int)lrintf(value * inverse) : (int)(i & (count - 1)));
   }
   table->middle = matrix->values != NULL ? 128 : (int32_t)count - 1;
   table->half_step = matrix->values != NULL ? largest / (2 * QKVI_MIX_VALUE_MOST) : 0.5f;
