@@ -110,7 +110,7 @@ def test_a_model_that_is_calibrated(tmp_path):
     with Daemon("--calibration", f"tinylm={calibration}", "--trust-calibration") as daemon:
         json_lines("qkv-worker", "generate", "--model", DATA, "--prompt", str(prompt), "--tokens", "10", "--bits", "8",
                    "--session", "real", "--keep", "--target", daemon.target)
-        [found] = json_lines("qkvctl", "compare", "real", "--target", daemon.target)
+        [found] = json_lines("qkvctl", "compare", "real", "--target", daemon.target, "--timeout", "200s")
     rows = {(row["codec"], row["bits"]): row for row in found["codecs"]}
     assert all(row["calibrated"] == (codec in CALIBRATED) for (codec, _), row in rows.items())
     for bits in (2, 3, 4):
