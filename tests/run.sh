@@ -17,7 +17,7 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
 
   asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
   tsan      the tests of server, storage, the engine's threads, and some end to end, under ThreadSanitizer
-  fuzz      every fuzz target for --fuzz-seconds (15 by default)
+  fuzz      every fuzz target for --fuzz-seconds (10 by default)
   arm       the kernels for 64-bit ARM, cross-compiled and run by qemu
   release   all tests with the release build, and the lint
 
@@ -65,7 +65,7 @@ fail() {
 }
 
 stages=()
-fuzz_seconds=15
+fuzz_seconds=10
 while (($# > 0)); do
   case "$1" in
     --help | -h)
