@@ -96,11 +96,6 @@ static void end_batch(qkv_storage *storage, int error) {
     free(entry);
     entry = next;
   }
-  if (error == 0) {
-    pthread_mutex_lock(&storage->lock);
-    storage->stats.journal_bytes = journal->bytes;
-    pthread_mutex_unlock(&storage->lock);
-  }
   qkvi_journal_write(storage);
   qkvi_place(storage);
 }
@@ -122,7 +117,12 @@ static void batch_step(qkv_io_request *request) {
   }
   free(journal->buffer);
   journal->buffer = NULL;
-  if (request->error == 0) journal->bytes += journal->batch_bytes;
+  if (request->error == 0) {
+    journal->bytes += journal->batch_bytes;
+    pthread_mutex_lock(&storage->lock);
+    storage->stats.journal_bytes = journal->bytes;  // before it is answered
+    pthread_mutex_unlock(&storage->lock);
+  }
   end_batch(storage, request->error);
 }
 

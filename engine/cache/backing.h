@@ -31,6 +31,8 @@ typedef enum qkv_record_state {
   QKV_RECORD_DURABLE,  // and by the next one
 } qkv_record_state;
 
+#define QKV_BACKING_LAYERS UINT32_MAX
+
 // Bytes that a tier holds, with what it has not cleaned up yet, and that it may hold; UINT64_MAX: as many as fit.
 typedef struct qkv_tier_capacity {
   uint64_t bytes, bytes_max;
@@ -65,7 +67,8 @@ typedef struct qkv_backing {
   qkv_status (*health)(void *context, uint64_t session);
   qkv_tier_capacity (*capacity)(void *context);
   // Truncates what was put of this layer up to now at `position`, for the next process, too. Layer model->layers: the
-  // hashes alone of token ids that records of the last layer have.
+  // hashes alone of token ids that records of the last layer have. QKV_BACKING_LAYERS: all layers and these hashes,
+  // of which the next process finds all truncated, or none.
   void (*cut)(void *context, uint64_t session, uint32_t layer, uint64_t position);
   // Begins to read records (copied) in their order, up to `ahead_bytes`, but one at least, in front of what has been
   // waited for. Never NULL.

@@ -322,16 +322,30 @@ static void drop_pages(qkv_layer *layer, uint64_t position) {
   if (layer->settled > layer->saved) layer->settled = layer->saved;
 }
 
-void qkv_layer_truncate(qkv_layer *layer, uint64_t position) {
-  const qkv_backing *backing = layer->config.backing;
+static uint64_t possible_position(const qkv_layer *layer, uint64_t position) {
+  return position < layer->config.first_position ? layer->config.first_position : position;
+}
+
+// Rows that were put and are gone from the list may be found again, too. What another session puts at positions that
+// were forked would be found by this one, and the other way about.
+bool qkv_layer_cut_is_needed(const qkv_layer *layer, uint64_t position) {
+  if (layer->config.backing == NULL || position >= layer->length) return false;
+  const uint64_t from = possible_position(layer, position);
+  return from < layer->sealed || from < layer->forked_to || qkvi_layer_takes_rows(layer);
+}
+
+void qkv_layer_truncate_untold(qkv_layer *layer, uint64_t position) {
   if (position >= layer->length) return;
-  if (position < layer->config.first_position) position = layer->config.first_position;
-  // Rows that were put and are gone from the list may be found again, too. What another session puts at positions
-  // that were forked would be found by this one, and the other way about.
-  if (backing != NULL && (position < layer->sealed || position < layer->forked_to || qkvi_layer_takes_rows(layer)))
-    backing->cut(backing->context, layer->config.session, layer->config.layer, position);
+  position = possible_position(layer, position);
   if (layer->forked_to > position) layer->forked_to = position;
   cut(layer, position);
+}
+
+void qkv_layer_truncate(qkv_layer *layer, uint64_t position) {
+  const qkv_backing *backing = layer->config.backing;
+  if (qkv_layer_cut_is_needed(layer, position))
+    backing->cut(backing->context, layer->config.session, layer->config.layer, possible_position(layer, position));
+  qkv_layer_truncate_untold(layer, position);
 }
 
 // Truncates at `position`, which is not beyond the length.

@@ -159,8 +159,11 @@ qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error);
 // `parent` locked for reading, one fork of it at a time.
 void qkv_layer_fork(qkv_layer *layer, const qkv_layer *parent, uint64_t position);
 
-// Drops positions >= `position`; does nothing beyond the length.
+// Drops positions >= `position`; does nothing beyond the length. The backing is told where it may have any of them.
 void qkv_layer_truncate(qkv_layer *layer, uint64_t position);
+// Whether it may, and the same for a caller that tells the backing itself, for several layers at once.
+bool qkv_layer_cut_is_needed(const qkv_layer *layer, uint64_t position);
+void qkv_layer_truncate_untold(qkv_layer *layer, uint64_t position);
 
 // Decoded rows of one part: out [tokens][kv_heads][dim] floats for positions [begin, begin + tokens), which
 // must be held, and in memory (asserted). A page is decoded whole, however few of its tokens are wanted.

@@ -2,6 +2,7 @@
 #include <stdatomic.h>
 
 #include "engine/cache/backing.h"
+#include "engine/cache/layer.h"
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
@@ -11,6 +12,31 @@ static void truncate_layer(qkv_session *session, uint32_t layer, uint64_t positi
   qkv_layer_truncate(qkvi_session_change(session, layer), position);
   qkvi_session_changed(session, layer);
   qkvi_session_unlock_rows(layer_at(session, layer));
+}
+
+// With the locks of all layers' rows. Nothing is put between the cut and the truncation of a layer, which needs the
+// layer to be locked for writing; so rows of before and after never mix.
+static void truncate_locked(qkv_session *session, uint64_t position) {
+  const qkvi_session_kind *kind = session->kind;
+  const qkv_backing *backing = kind->config.backing;
+  const uint64_t first = kind->config.first_position;
+  bool needed = false;
+  for (uint32_t i = 0; i < kind->model->layers; i++)
+    needed |= qkv_layer_cut_is_needed(qkvi_session_change(session, i), position);
+  if (needed) backing->cut(backing->context, session->id, QKV_BACKING_LAYERS, position < first ? first : position);
+  for (uint32_t i = 0; i < kind->model->layers; i++) {
+    qkv_layer_truncate_untold(&layer_at(session, i)->layer, position);
+    qkvi_session_changed(session, i);
+  }
+}
+
+// One entry in the journal, however many layers there are. Locks are taken in ascending order, as by attends; readers
+// are excluded only once no append is under way.
+static void truncate_layers(qkv_session *session, uint64_t position) {
+  const uint32_t layers = session->kind->model->layers;
+  for (uint32_t i = 0; i < layers; i++) qkvi_session_lock_rows(layer_at(session, i));
+  truncate_locked(session, position);
+  for (uint32_t i = 0; i < layers; i++) qkvi_session_unlock_rows(layer_at(session, i));
 }
 
 // Whether hashes of ids go without the records that have them, those of the last layer.
@@ -42,9 +68,7 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
   atomic_fetch_add(&session->truncations, 1);
   if (position < atomic_load(&session->whole)) qkv_session_set_whole(session, position);
   cut_ids(session, position, layers, layer_count);
-  if (layer_count == 0) {
-    for (uint32_t i = 0; i < session->kind->model->layers; i++) truncate_layer(session, i, position);
-  }
+  if (layer_count == 0) truncate_layers(session, position);
   for (size_t i = 0; i < layer_count; i++) truncate_layer(session, layers[i], position);
   qkv_session_tokens_truncate(&qkvi_working(session)->tokens, position);
   qkvi_session_unlock_making(session);

@@ -270,6 +270,7 @@ void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t l
 }
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
+  _Static_assert(QKV_BACKING_LAYERS == QKV_LAYER_ALL, "the journal's all layers");
   qkvi_write_back_cut(((const qkvi_backing *)context)->residency, session, layer, position);
 }
 

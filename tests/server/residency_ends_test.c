@@ -154,6 +154,33 @@ static void kill_and_start(scene *s) {
   start(s);
 }
 
+// A truncation of all layers is one entry in the journal; one of some layers, as older daemons wrote it for all, is
+// one for each. A start finds both right.
+static void test_a_truncation_is_one_entry(void **unused) {
+  (void)unused;
+  scene s;
+  static const uint32_t layers[LAYERS] = {0, 1, 2, 3};
+  setup(&s, "pread");
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, 256), QKV_OK);
+  sync_all(&s, session);
+  const uint64_t before = journal_bytes(&s);
+  for (uint64_t end = 200; end >= 191; end--)
+    assert_int_equal(qkv_session_truncate(session, end, NULL, 0, NULL), QKV_OK);
+  assert_int_equal(journal_bytes(&s) - before, 10 * QKV_STORAGE_BLOCK);
+  qkv_session_unref(&session);
+  kill_and_start(&s);
+  assert_int_equal(shortest(&s, "a"), 191);
+  session = find_session(&s, "a");
+  const uint64_t found = journal_bytes(&s);
+  assert_int_equal(qkv_session_truncate(session, 150, layers, LAYERS, NULL), QKV_OK);
+  assert_int_equal(journal_bytes(&s) - found, LAYERS * QKV_STORAGE_BLOCK);
+  qkv_session_unref(&session);
+  kill_and_start(&s);
+  assert_int_equal(shortest(&s, "a"), 150);
+  teardown(&s);
+}
+
 // As where they are found to be damaged.
 static void lose_pages(const scene *s, const char *name, size_t page) {
   qkv_session *session = find_session(s, name);
@@ -206,6 +233,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_ends_are_written_again),
       cmocka_unit_test(test_failed_truncations_are_few),
+      cmocka_unit_test(test_a_truncation_is_one_entry),
       cmocka_unit_test(test_a_fork_has_no_rows_of_after_a_kill),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

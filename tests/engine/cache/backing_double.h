@@ -25,7 +25,10 @@ typedef struct backing_double {
   bool failed;                            // takes nothing any more
   bool holding;                           // pages are held until double_let_go
   size_t drops, cuts;
+  uint32_t cut_layer;  // of the last cut
   uint64_t cut_position;
+  void (*on_cut)(void *context);  // may be NULL
+  void *on_cut_context;
 } backing_double;
 
 static inline uint64_t double_take(backing_double *made, uint64_t session, const void *page, uint32_t bytes,
@@ -93,9 +96,10 @@ static inline qkv_tier_capacity double_capacity(void *context) {
 static inline void double_cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
   backing_double *made = context;
   (void)session;
-  (void)layer;
   made->cuts++;
+  made->cut_layer = layer;
   made->cut_position = position;
+  if (made->on_cut != NULL) made->on_cut(made->on_cut_context);
 }
 
 static inline void double_init(backing_double *made) {

@@ -486,11 +486,61 @@ static void test_lost_planes_come_back_together(void **unused) {
   teardown(&s);
 }
 
+static uint64_t shortest(const scene *s) {
+  uint64_t lengths[LAYERS], least = UINT64_MAX;
+  qkv_session_info info;
+  qkv_session_read_info(s->session, &info, lengths);
+  for (size_t i = 0; i < LAYERS; i++) least = lengths[i] < least ? lengths[i] : least;
+  return least;
+}
+
+// Nothing is put for a layer until it is truncated, too: no other thread has its rows, nor reads it.
+static void no_layer_is_free(void *context) {
+  const scene *s = context;
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    const qkv_layer *layer;
+    assert_int_equal(qkv_session_try_read(s->session, i, &layer, NULL), QKV_UNAVAILABLE);
+    assert_int_not_equal(pthread_mutex_trylock(&layer_at(s->session, i)->rows), 0);
+    assert_int_equal(layer_at(s->session, i)->layer.length, FIRST + TOKENS);
+  }
+}
+
+// One cut for all layers, but none where only exact rows go.
+static void test_all_layers_are_cut_at_once(void **unused) {
+  (void)unused;
+  scene s;
+  qkv_error error = {0};
+  setup(&s);
+  append_all(&s);
+  assert_int_equal(qkv_session_truncate(s.session, FIRST + TOKENS, NULL, 0, &error), QKV_OK);
+  assert_int_equal(s.backing.cuts, 0);
+  s.backing.on_cut = no_layer_is_free;
+  s.backing.on_cut_context = &s;
+  assert_int_equal(qkv_session_truncate(s.session, 100, NULL, 0, &error), QKV_OK);
+  assert_int_equal(s.backing.cuts, 1);
+  assert_int_equal(s.backing.cut_layer, QKV_BACKING_LAYERS);
+  assert_int_equal(s.backing.cut_position, 100);
+  assert_int_equal(shortest(&s), 100);
+  s.backing.on_cut = NULL;
+  const uint32_t some[] = {1, 2};
+  assert_int_equal(qkv_session_truncate(s.session, 70, some, 2, &error), QKV_OK);
+  assert_int_equal(s.backing.cuts, 3);
+  assert_int_equal(s.backing.cut_layer, 2);
+  assert_int_equal(qkv_session_truncate(s.session, 0, NULL, 0, &error), QKV_OK);
+  assert_int_equal(s.backing.cuts, 4);
+  assert_int_equal(s.backing.cut_position, FIRST);
+  assert_int_equal(shortest(&s), FIRST);
+  assert_int_equal(s.backing.drops, LAYERS * PAGES);
+  s.backing.drops = 0;
+  teardown(&s);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_appended_pages_are_put),
       cmocka_unit_test(test_settle_puts_the_rest),
       cmocka_unit_test(test_pages_are_written_from_where_they_lie),
+      cmocka_unit_test(test_all_layers_are_cut_at_once),
       cmocka_unit_test(test_pins_keep_what_came_back),
       cmocka_unit_test(test_layers_leave_in_turn),
       cmocka_unit_test(test_found_again),
