@@ -174,7 +174,7 @@ typedef struct device_queries {
 } device_queries;
 
 static const qkv_simt_shape *shape_of(const qkv_coder *coder, const qkvi_embedded_queries *own, size_t rows) {
-  if (coder->calibration != 0) return qkv_simt_shape_calibrated(coder->key_dim);
+  if (qkv_device_layout_of(coder).expanded) return qkv_simt_shape_calibrated(coder->key_dim);
   return qkv_simt_shape_for(coder->key_dim, own->integers.parts, own->weight_bytes, (unsigned)rows);
 }
 

@@ -29,6 +29,20 @@ static bool is_calibrated(const qkv_coder *coder) {
   return coder->calibration != 0;
 }
 
+// Of data-free code the kernels read whole bits up to four as they lie.
+static bool lies_ready(unsigned tier) {
+  return tier > 0 && tier % QKV_TIER_BIT == 0 && tier <= 4 * QKV_TIER_BIT;
+}
+
+static bool is_expanded(const qkv_coder *coder) {
+  if (is_calibrated(coder)) return true;
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    const uint8_t *tiers = qkv_embedded(coder)->heads[h].tiers;
+    if (!lies_ready(tiers[QKV_K]) || !lies_ready(tiers[QKV_V])) return true;
+  }
+  return false;
+}
+
 static bool has_frame(const qkv_coder *coder) {
   return qkv_embedded(coder)->frame == QKV_FRAME_ATTEND;
 }
@@ -47,7 +61,7 @@ bool qkv_device_takes_coder(const qkv_coder *coder) {
 
 static bool takes_tiers(const uint8_t tiers[QKV_PAGE_GROUPS]) {
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
-    if (tiers[g] == 0 || tiers[g] % QKV_TIER_BIT != 0 || tiers[g] > 4 * QKV_TIER_BIT) return false;
+    if (!lies_ready(tiers[g])) return false;
   }
   return true;
 }
@@ -209,7 +223,7 @@ static bool takes_expanded(const qkv_coder *coder, const qkv_page_header *header
 bool qkv_device_takes_image(const qkv_coder *coder, const void *image) {
   const qkv_page_header *header = image;
   if ((header->features & ~QKV_FEATURE_OUTLIERS) != 0) return false;
-  if (is_calibrated(coder)) return qkv_device_takes_coder(coder) && takes_expanded(coder, header);
+  if (is_expanded(coder)) return qkv_device_takes_coder(coder) && takes_expanded(coder, header);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     const qkv_page_directory *entry = qkv_page_entry_of(image, h);
     if (!takes_tiers(entry->tier_k) || !takes_tiers(entry->tier_v)) return false;
@@ -223,7 +237,7 @@ static size_t outlier_bytes(const qkv_page_header *header) {
 
 static size_t image_bytes(const qkv_coder *coder, const void *image) {
   const qkv_page_header *header = image;
-  if (!is_calibrated(coder)) return aligned(header->bytes);
+  if (!is_expanded(coder)) return aligned(header->bytes);
   size_t bytes = aligned(sizeof *header + coder->kv_heads * sizeof(expanded_head)) + outlier_bytes(header);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     const expanded_head head = head_of(coder, qkv_page_entry_of(image, h), h);
@@ -262,10 +276,10 @@ static size_t expand(const qkv_coder *coder, const void *image, uint8_t *to) {
 // ---- Tables ----
 
 qkv_device_layout qkv_device_layout_of(const qkv_coder *coder) {
-  qkv_device_layout layout = {.calibrated = is_calibrated(coder), .turns = has_frame(coder)};
+  qkv_device_layout layout = {.expanded = is_expanded(coder), .turns = has_frame(coder)};
   const size_t dim = coder->key_dim;
   size_t at = QKV_RANGE_PAGES * sizeof(uint64_t);
-  if (layout.calibrated) {
+  if (layout.expanded) {
     layout.heads = at;
     layout.head_bytes = aligned(QKV_SIMT_HEAD_BYTES(dim, layout.turns));
     at += coder->kv_heads * layout.head_bytes;
@@ -335,7 +349,7 @@ void qkv_device_fill_tables(const qkv_coder *coder, uint8_t *copy) {
   const qkv_device_layout layout = qkv_device_layout_of(coder);
   memset(copy, 0, layout.pages);
   if (layout.turns) fill_frame(coder, copy + layout.frame);
-  for (uint16_t h = 0; layout.calibrated && h < coder->kv_heads; h++)
+  for (uint16_t h = 0; layout.expanded && h < coder->kv_heads; h++)
     fill_head(coder, h, copy + layout.heads + h * layout.head_bytes);
 }
 
@@ -361,7 +375,7 @@ size_t qkv_device_fill_page(const qkv_coder *coder, const void *image, uint8_t *
   const qkv_page_header *header = image;
   uint8_t *to = page + layout.image;
   if (layout.turns) fill_turns(coder, header->position, coder->key_dim, (float *)(void *)page);
-  if (layout.calibrated) return layout.image + expand(coder, image, to);
+  if (layout.expanded) return layout.image + expand(coder, image, to);
   memcpy(to, image, header->bytes);
   memset(to + header->bytes, 0, aligned(header->bytes) - header->bytes);
   return aligned(header->bytes);

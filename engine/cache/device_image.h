@@ -1,7 +1,8 @@
 // What a device has of a range: a list of its pages' images, what kernels need of their coder, and the images, which
-// are expanded where the code is calibrated (engine/kernel/simt/calibrated.h).
+// are expanded where the code is calibrated, or is data-free and has more than 4 bits or parts of bits
+// (engine/kernel/simt/calibrated.h).
 //
-//   list [QKV_RANGE_PAGES] of addresses | calibrated: tables of heads | attend frame: its tables | pages
+//   list [QKV_RANGE_PAGES] of addresses | expanded: tables of heads | attend frame: its tables | pages
 //   page: attend frame: its turns | image
 //
 // Threads: pure functions.
@@ -20,7 +21,7 @@ bool qkv_device_takes_image(const struct qkv_coder *coder, const void *image);
 
 // Offsets, multiples of 64, in a copy whose pages a coder has that kernels take.
 typedef struct qkv_device_layout {
-  bool calibrated, turns;
+  bool expanded, turns;
   size_t heads, head_bytes;  // [kv_heads]
   size_t frame;
   size_t pages;

@@ -201,7 +201,7 @@ static void copy_range(work *w, const scene *s, size_t begin, size_t end) {
   const void *images[QKV_RANGE_PAGES];
   for (size_t i = begin; i < end; i++) images[i - begin] = qkv_layer_page(&s->layer, i)->page;
   w->copy = copy_pages(s->coder, images, end - begin);
-  for (size_t i = begin; s->coder->calibration != 0 && i < end; i++)
+  for (size_t i = begin; qkv_device_layout_of(s->coder).expanded && i < end; i++)
     note_forms(s, ((const uint8_t *const *)(const void *)w->copy)[i - begin]);
 }
 
@@ -240,9 +240,10 @@ static bool plan(work *w, const scene *s, const qkvi_row_block *block, size_t ra
   while (end > begin && qkv_layer_page(&s->layer, end - 1)->position >= block->end_max) end--;
   if (seen < begin) seen = begin;
   if (seen >= end) return false;
-  w->shape = s->coder->calibration != 0 ? qkv_simt_shape_calibrated(s->model.key_dim)
-                                        : qkv_simt_shape_for(s->model.key_dim, own->integers.parts, own->weight_bytes,
-                                                             (unsigned)block->queries.count);
+  w->shape = qkv_device_layout_of(s->coder).expanded
+                 ? qkv_simt_shape_calibrated(s->model.key_dim)
+                 : qkv_simt_shape_for(s->model.key_dim, own->integers.parts, own->weight_bytes,
+                                      (unsigned)block->queries.count);
   assert_non_null(w->shape);
   copy_range(w, s, begin, end);
   const bool whole = block->begin_max <= first && block->end_min >= last;
@@ -353,8 +354,8 @@ static void check_case(const attend_case *c) {
   setup_scene(&s, c);
   note_outliers(&s);
   if (qkv_attend_check(&s.request, &error) != QKV_OK) fail_msg("%s", error.text);
-  if (!takes_pages(&s)) {  // too many bits
-    assert_true(c->calibrated);
+  if (!takes_pages(&s)) {        // too many bits
+    assert_true(c->calibrated);  // those of a data-free code are chosen to fit
     met.left_out++;
     return teardown_scene(&s);
   }
@@ -460,6 +461,31 @@ static void test_calibrated(void **unused) {
   }
 }
 
+// Data-free code that is expanded: more than four bits, or parts of bits.
+static void test_expanded(void **unused) {
+  (void)unused;
+  static const struct {
+    uint32_t dim;
+    double bits_k, bits_v;
+  } codes[] = {{128, 3.5, 2.5}, {128, 4, 6},     {64, 5, 6},     {64, 0.5, 5},
+               {128, 4.5, 5.5}, {64, 5.5, 6.25}, {64, 6, 0.125}, {128, 1.25, 4}};
+  static const qkv_precision precisions[] = {QKV_PRECISION_DEFAULT, QKV_PRECISION_INT8, QKV_PRECISION_INT16};
+  for (uint64_t i = 0; i < 24; i += EVERY) {
+    const attend_case c = {.dim = codes[i % 8].dim,
+                           .group = i % 3 == 0 ? 6 : 4,
+                           .queries = 1 + (int64_t)(i % 2),
+                           .pages = 3,
+                           .bits_k = codes[i % 8].bits_k,
+                           .bits_v = codes[i % 8].bits_v,
+                           .precision = precisions[i / 8],
+                           .size = 0.5f + (float)(i % 4) * 2,
+                           .sinks = i % 4 == 0 ? 4 : 0,
+                           .windowed = i % 5 == 0,
+                           .seed = 1100 + i};
+    check_case(&c);
+  }
+}
+
 // More than a range, and runs that are merged.
 static void test_ranges(void **unused) {
   (void)unused;
@@ -507,7 +533,7 @@ int main(int argc, char **argv) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_shapes),   cmocka_unit_test(test_depths), cmocka_unit_test(test_masks),
       cmocka_unit_test(test_outliers), cmocka_unit_test(test_ranges), cmocka_unit_test(test_calibrated),
-      cmocka_unit_test(test_met),
+      cmocka_unit_test(test_expanded), cmocka_unit_test(test_met),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   return failed != 0 ? failed : launch_end();

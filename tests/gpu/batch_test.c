@@ -188,7 +188,8 @@ typedef struct world {
   qkv_model model;
   qkv_policy policy;
   qkv_arena *arena;
-  qkv_coder *coders[CODERS];  // two data-free ones that the kernels take, one that they do not, and a calibrated one
+  qkv_coder *coders[CODERS];  // data-free ones that the kernels take as they are, one that they have expanded if at
+                              // all, and a calibrated one
   sequence rows;
   qkv_layer layers[LAYERS];
   size_t count;
@@ -392,8 +393,9 @@ static void pages_that_kernels_take(void **unused) {
     uint32_t key_dim, value_dim;
     double bits;
     bool coder, image;
-  } cases[] = {{64, 64, 4, true, true},    {128, 128, 1, true, true}, {64, 64, 5, true, false},
-               {64, 64, 2.5, true, false}, {96, 96, 4, false, false}, {64, 128, 4, false, false}};
+  } cases[] = {{64, 64, 4, true, true},     {128, 128, 1, true, true},   {64, 64, 6, true, true},
+               {64, 64, 7, true, false},    {128, 128, 4.5, true, true}, {128, 128, 5, true, false},
+               {128, 128, 2.5, true, true}, {96, 96, 4, false, false},   {64, 128, 4, false, false}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const qkv_model model = test_model(HEADS, 1, cases[i].key_dim, cases[i].value_dim, QKV_FP32);
     const qkv_policy policy = test_policy(cases[i].bits, cases[i].bits, 0);
