@@ -62,8 +62,7 @@ struct qkvi_device_work {
 
 bool qkvi_device_may(const qkv_attend *request) {
   return request->layer->config.device != NULL && !request->host_only &&
-         request->options.precision != QKV_PRECISION_FP32 && qkvi_attend_rows(request) <= QKV_QUERY_BLOCK &&
-         qkvi_attend_task(request, 0).soft_cap == 0;
+         request->options.precision != QKV_PRECISION_FP32 && qkvi_attend_rows(request) <= QKV_QUERY_BLOCK;
 }
 
 // What the rows of a request see, as qkvi_attend_add() has it in a block.
@@ -168,6 +167,7 @@ typedef struct device_queries {
   const qkv_simt_shape *shape;
   qkv_device_layout layout;                               // of copies of the coder's ranges
   size_t blocks, rows;                                    // of a KV head
+  float soft_cap;                                         // of scores; 0: none
   size_t bytes;                                           // of all of them
   uint8_t *data;                                          // [kv_heads][blocks][qkv_simt_query_bytes]
   uint64_t begin[QKV_QUERY_BLOCK], end[QKV_QUERY_BLOCK];  // positions that a row sees
@@ -231,7 +231,7 @@ static bool add_head(const qkvi_head_task *task, const qkv_coder *coder, device_
 
 // False: no kernel takes them.
 static bool make_queries(const qkv_attend *request, const qkv_coder *coder, device_queries *queries) {
-  *queries = (device_queries){.rows = qkvi_attend_rows(request)};
+  *queries = (device_queries){.rows = qkvi_attend_rows(request), .soft_cap = qkvi_attend_task(request, 0).soft_cap};
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     const qkvi_head_task task = qkvi_attend_task(request, h);
     if (add_head(&task, coder, queries)) continue;
@@ -379,7 +379,8 @@ static void add_job(filled_call *to, const held_range *held, const device_querie
                        .partials = runs,
                        .first = held->first,
                        .end = held->end,
-                       .kv_head = job->kv_head};
+                       .kv_head = job->kv_head,
+                       .soft_cap = queries->soft_cap};
   *merge = (qkv_simt_merge){.partials = runs,
                             .out = pointer(to->call.output_address + to->count * partial),
                             .first = held->first / QKV_SIMT_RUN_PAGES,

@@ -43,9 +43,7 @@ void qkvi_attend_merge(qkvi_partial *partial, const qkvi_partial *other, size_t 
 
 void qkvi_attend_cap(const qkvi_head_task *task, const qkvi_row_block *block, float *scores) {
   if (task->soft_cap == 0) return;
-  for (size_t i = 0; i < block->queries.count * QKVI_TILE_TOKENS; i++) {
-    scores[i] = task->soft_cap * tanhf(scores[i] / task->soft_cap);
-  }
+  qkv_soft_cap(scores, block->queries.count * QKVI_TILE_TOKENS, task->soft_cap);
 }
 
 // Only slots [first, last) of a row's tile are seen.

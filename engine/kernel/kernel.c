@@ -42,6 +42,35 @@ float qkv_exp_negative(float x) {
   return all[0];
 }
 
+// tanh(y) is odd: a polynomial below 1/2, else by the exponential.
+static void soft_cap(float cap, float inverse, plain_floats *scores) {
+  const plain_floats y = *scores * inverse, square = y * y;
+  const plain_words sign = (plain_words)y & INT32_MIN;
+  const plain_floats size = (plain_floats)((plain_words)y ^ sign);
+  plain_floats small = square * -0.00694294181f + 0.0214706827f;
+  small = small * square - 0.0539334677f;
+  small = small * square + 0.133332253f;
+  small = small * square - 0.333333313f;
+  small = size + size * (square * small);
+  plain_floats large = size * -2.0f;
+  exp_negative(&large);
+  large = (1.0f - large) / (1.0f + large);
+  const plain_words below = size < 0.5f;
+  const plain_words bits = ((plain_words)small & below) | ((plain_words)large & ~below) | sign;
+  *scores = (plain_floats)bits * cap;
+}
+
+void qkv_soft_cap(float *scores, size_t n, float cap) {
+  const float inverse = 1.0f / cap;
+  for (size_t i = 0; i < n; i += PLAIN_WIDTH) {
+    plain_floats some = {0};
+    const size_t bytes = (n - i < PLAIN_WIDTH ? n - i : PLAIN_WIDTH) * sizeof *scores;
+    memcpy(&some, scores + i, bytes);
+    soft_cap(cap, inverse, &some);
+    memcpy(scores + i, &some, bytes);
+  }
+}
+
 #define ALIKE(x) x, x, x, x, x, x, x, x
 #define ALIKE_64 ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1), ALIKE(1)
 #define ALIKE_256 ALIKE_64, ALIKE_64, ALIKE_64, ALIKE_64

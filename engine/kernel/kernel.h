@@ -246,6 +246,9 @@ QKV_DECLARE_ACCUMULATE_INTEGER(qkvi_accumulate_integer_reference);
 
 // exp(x) for x <= 0, as `weigh` computes it.
 float qkv_exp_negative(float x);
+// scores [n] to cap * tanh(score / cap), cap > 0, within 4 ulp. Plain arithmetic, so that every machine gets the same
+// numbers.
+void qkv_soft_cap(float *scores, size_t n, float cap);
 // 2^((gain - 128) / 8); 0 for gain 0.
 float qkv_gain_value(uint8_t gain);
 // The gain byte, 1 to 255, whose value is nearest to `factor` > 0; the lower one of two as near.

@@ -129,15 +129,15 @@ def test_the_same_bits(kernels, tmp_path):
             session.attend(queries)
         session.attend(2, sliding_window=2000)
         session.attend(2, range=tensor_pb2.TokenRange(begin=10, end=2000))
-        session.attend(1, soft_cap=20)  # the kernels have none
+        session.attend(1, soft_cap=20)
         session.attend(1, range=tensor_pb2.TokenRange(begin=0, end=150))  # too little to wait for
-        assert gpu(daemon, "hits_total") == hits + 5 and gpu(daemon, "calls_total") == calls + 5
+        assert gpu(daemon, "hits_total") == hits + 6 and gpu(daemon, "calls_total") == calls + 6
         assert "GPU" in qkvctl_status(daemon) and "1 ranges resident" in qkvctl_status(daemon)
         assert "GPU" not in qkvctl_status(other)
         # The fork has the range, too; what it appends is its own.
         fork.append(100)
         fork.attend()
-        assert gpu(daemon, "ranges") == 1 and gpu(daemon, "hits_total") == hits + 6
+        assert gpu(daemon, "ranges") == 1 and gpu(daemon, "hits_total") == hits + 7
         # Other tiers: the session's own images.
         demote = kv.DemoteRequest(session="s", bits=2, even=True)
         wait_for(lambda: min(answer.pages for answer in session.call("Demote", demote)) == 0, "pages stay as they are")

@@ -23,7 +23,8 @@ typedef struct attend_case {
   int64_t queries;
   double bits_k, bits_v;  // 0: each group's are its own, up to 4
   qkv_precision precision;
-  float size;           // of queries
+  float size;  // of queries
+  double soft_cap;
   uint64_t begin, end;  // options
   bool windowed;
   bool calibrated;
@@ -141,6 +142,7 @@ static void setup_scene(scene *s, const attend_case *c) {
   s->request.options = (qkv_attend_options){.begin = c->begin,
                                             .end = c->end,
                                             .sliding_window = c->windowed ? 1 + random_below(&seed, 3 * tokens) : 0,
+                                            .soft_cap = c->soft_cap,
                                             .precision = c->precision};
 }
 
@@ -263,7 +265,8 @@ static bool plan(work *w, const scene *s, const qkvi_row_block *block, size_t ra
                                 .partials = aligned(QKV_SIMT_RANGE_RUNS * bytes),
                                 .first = (uint32_t)(seen - begin),
                                 .end = (uint32_t)(end - begin),
-                                .kv_head = kv_head};
+                                .kv_head = kv_head,
+                                .soft_cap = qkvi_attend_task(&s->request, kv_head).soft_cap};
     j->merge = (qkv_simt_merge){.partials = j->range.partials,
                                 .out = aligned(bytes),
                                 .first = j->range.first / QKV_SIMT_RUN_PAGES,
@@ -486,6 +489,30 @@ static void test_expanded(void **unused) {
   }
 }
 
+// Scores far below the cap, near it and beyond.
+static void test_soft_caps(void **unused) {
+  (void)unused;
+  for (uint64_t i = 0; i < 12; i += EVERY) {
+    const uint32_t dim = i % 2 == 0 ? 64 : 128;
+    const attend_case c = {.dim = dim,
+                           .group = i % 3 == 0 ? 8 : 4,
+                           .queries = 1,
+                           .pages = 3,
+                           .bits_k = (double)(1 + i % 3),
+                           .bits_v = 2,
+                           .size = 3,
+                           .soft_cap = i % 4 == 0   ? 50
+                                       : i % 4 == 1 ? 0.5
+                                                    : 3,
+                           .sinks = i % 3 == 0 ? 4 : 0,
+                           .windowed = i % 3 == 1,
+                           .calibrated = i >= 8,
+                           .turning = i % 4 == 1 ? dim : 0,
+                           .seed = 1300 + i};
+    check_case(&c);
+  }
+}
+
 // More than a range, and runs that are merged.
 static void test_ranges(void **unused) {
   (void)unused;
@@ -531,9 +558,9 @@ int main(int argc, char **argv) {
   qkv_kernels_setup(UINT32_MAX);
   qkv_simt_tables_fill(&tables);
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_shapes),   cmocka_unit_test(test_depths), cmocka_unit_test(test_masks),
-      cmocka_unit_test(test_outliers), cmocka_unit_test(test_ranges), cmocka_unit_test(test_calibrated),
-      cmocka_unit_test(test_expanded), cmocka_unit_test(test_met),
+      cmocka_unit_test(test_shapes),   cmocka_unit_test(test_depths),    cmocka_unit_test(test_masks),
+      cmocka_unit_test(test_outliers), cmocka_unit_test(test_ranges),    cmocka_unit_test(test_calibrated),
+      cmocka_unit_test(test_expanded), cmocka_unit_test(test_soft_caps), cmocka_unit_test(test_met),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   return failed != 0 ? failed : launch_end();

@@ -229,6 +229,21 @@ SIMT_INLINE float exp_negative(float x) {
   return x < -87.0f ? 0 : y * simt_float((uint32_t)((int32_t)n + 127) << 23);
 }
 
+// cap * tanh(score / cap): soft_cap of engine/kernel/kernel.c.
+SIMT_INLINE float capped(float score, float cap, float inverse) {
+  const float y = score * inverse, square = y * y;
+  const uint32_t sign = simt_bits(y) & 0x80000000;
+  const float size = simt_float(simt_bits(y) ^ sign);
+  float small = square * -0.00694294181f + 0.0214706827f;
+  small = small * square - 0.0539334677f;
+  small = small * square + 0.133332253f;
+  small = small * square - 0.333333313f;
+  small = size + size * (square * small);
+  const float power = exp_negative(size * -2.0f);
+  const float large = (1.0f - power) / (1.0f + power);
+  return simt_float(simt_bits(size < 0.5f ? small : large) | sign) * cap;
+}
+
 // ---- Outlier rows (engine/codec/outliers.h) ----
 
 typedef struct outlier_rows {

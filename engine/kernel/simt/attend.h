@@ -64,6 +64,8 @@ typedef struct qkv_simt_range {
   uint32_t turned_step;   // calibrated (calibrated.h): from a page's turned block to the next one's; 0: one for all
   const uint8_t *turned;  // by the index of pages in the range
   const float *steps;     // [dim] of outlier values
+  float soft_cap;         // scores become soft_cap * tanh(score / soft_cap); 0: they stay
+  uint32_t unused;
 } qkv_simt_range;
 
 // Of the attend kernels: blocks of QKV_SIMT_WARPS * 32 threads, count * 8 / QKV_SIMT_WARPS of them.

@@ -35,6 +35,24 @@ static void nearest_gain_is_the_nearest(void **state) {
   assert_int_equal(qkvi_gain_nearest(1e30f), 255);
 }
 
+static void soft_caps_are_hyperbolic_tangents(void **state) {
+  (void)state;
+  static const float caps[] = {1e-6f, 0.7f, 30, 50, 1e6f};
+  float scores[1003], given[1003];
+  for (size_t i = 0; i < sizeof caps / sizeof *caps; i++) {
+    for (size_t n = 0; n < 1003; n++)
+      given[n] = scores[n] = (n % 2 == 0 ? 1 : -1) * caps[i] * (float)exp((double)n / 1003 * 14 - 9);
+    qkv_soft_cap(scores, 1003, caps[i]);
+    for (size_t n = 0; n < 1003; n++) {
+      const double expected = (double)caps[i] * tanh((double)given[n] / (double)caps[i]);
+      assert_true(fabs((double)scores[n] - expected) <= 4 * 0x1p-23 * fabs(expected));
+    }
+  }
+  float zeros[] = {0, -0.0f};
+  qkv_soft_cap(zeros, 2, 30);
+  assert_true(zeros[0] == 0 && zeros[1] == 0);
+}
+
 static void a_mask_takes_a_lower_rung(void **state) {
   (void)state;
   assert_string_equal(qkv_kernels_at(0)->name, "reference");
@@ -85,7 +103,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(gains_are_eighths_of_an_octave), cmocka_unit_test(nearest_gain_is_the_nearest),
       cmocka_unit_test(a_mask_takes_a_lower_rung),      cmocka_unit_test(every_rung_is_reached_by_its_needs),
-      cmocka_unit_test(layouts_found_last_stay),
+      cmocka_unit_test(layouts_found_last_stay),        cmocka_unit_test(soft_caps_are_hyperbolic_tangents),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
