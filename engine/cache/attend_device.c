@@ -193,7 +193,11 @@ void qkvi_device_queries(const qkv_coder *coder, const qkv_query_block *block, s
     head.shares[i] = walk->shares[first + i];
   }
   qkv_simt_frame_queries_fill(&head, block->rows + first * dim, count, dim, out, &behind);
-  if (!turns) return qkv_simt_turned_fill(&own->integers, own->shares, first, count, behind);
+  if (!turns) {
+    qkv_simt_turned_fill(&own->integers, own->shares, first, count, behind);
+    memcpy(behind + QKV_SIMT_TURNED_BYTES(dim), own->codes + first * dim, count * dim * sizeof *own->codes);
+    return;
+  }
   const size_t each = 2 * qkv_phases_waves(walk->phases)->stride;
   memcpy(behind, walk->products + first * each, count * each * sizeof *walk->products);
 }
@@ -348,7 +352,7 @@ static void put_seen(const qkvi_device_work *work, const held_range *held, const
 static void add_turn(filled_call *to, const held_range *held, const device_queries *queries, uint64_t turned,
                      qkv_simt_range *range) {
   const qkv_device_layout *layout = &queries->layout;
-  const uint32_t step = layout->turns ? QKV_SIMT_TURNED_BYTES(to->shape->dim) : 0;
+  const uint32_t step = layout->turns || layout->anchored ? QKV_SIMT_TURNED_BYTES(to->shape->dim) : 0;
   uint8_t *head = pointer(held->pages + layout->heads + range->kv_head * layout->head_bytes);
   qkv_simt_turn *turn = (qkv_simt_turn *)(void *)(to->call.input + turns_at(to)) + to->count;
   range->turned = pointer(turned - (uint64_t)held->first * step);
@@ -360,7 +364,9 @@ static void add_turn(filled_call *to, const held_range *held, const device_queri
                           .pages = range->pages,
                           .turned = pointer((uintptr_t)range->turned),
                           .first = held->first,
-                          .end = held->end};
+                          .end = held->end,
+                          .kv_head = range->kv_head,
+                          .anchored = layout->anchored};
 }
 
 static void add_job(filled_call *to, const held_range *held, const device_queries *queries, const device_job *job,

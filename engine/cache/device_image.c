@@ -34,8 +34,13 @@ static bool lies_ready(unsigned tier) {
   return tier > 0 && tier % QKV_TIER_BIT == 0 && tier <= 4 * QKV_TIER_BIT;
 }
 
+static bool has_anchors(const qkv_coder *coder) {
+  const qkv_anchor_options *anchors = qkv_embedded(coder)->anchors;
+  return anchors[QKV_K].kind != QKV_ANCHOR_NONE || anchors[QKV_V].kind != QKV_ANCHOR_NONE;
+}
+
 static bool is_expanded(const qkv_coder *coder) {
-  if (is_calibrated(coder)) return true;
+  if (is_calibrated(coder) || has_anchors(coder)) return true;
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     const uint8_t *tiers = qkv_embedded(coder)->heads[h].tiers;
     if (!lies_ready(tiers[QKV_K]) || !lies_ready(tiers[QKV_V])) return true;
@@ -50,6 +55,7 @@ static bool has_frame(const qkv_coder *coder) {
 bool qkv_device_takes_coder(const qkv_coder *coder) {
   if (coder->codec->id != QKV_CODEC_EMBEDDED || coder->key_dim != coder->value_dim) return false;
   if (coder->key_dim != 64 && coder->key_dim != 128) return false;
+  if (is_calibrated(coder) && has_anchors(coder)) return false;
   if (qkv_embedded(coder)->frame == QKV_FRAME_PLAIN) return true;
   if (!is_calibrated(coder) || !has_frame(coder)) return false;
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
@@ -208,6 +214,17 @@ static expanded_head head_of(const qkv_coder *coder, const qkv_page_directory *e
                                    (uint32_t)part_bytes(QKV_V, schedules[QKV_V], entry->tier_v)}};
 }
 
+// Keys are predicted by their mean or those of groups, values by their mean.
+static bool takes_anchors(const qkv_coder *coder, const qkv_page_header *header) {
+  for (uint16_t h = 0; (header->features & QKV_FEATURE_ANCHOR) != 0 && h < coder->kv_heads; h++) {
+    const qkv_page_directory *entry = qkv_page_entry_of(header, h);
+    const qkv_anchor_kind values = qkv_anchor_kind_of(entry->anchor_v);
+    if (qkv_anchor_kind_of(entry->anchor_k) == QKV_ANCHOR_CHAIN) return false;
+    if (values != QKV_ANCHOR_NONE && values != QKV_ANCHOR_MEAN) return false;
+  }
+  return true;
+}
+
 static bool takes_expanded(const qkv_coder *coder, const qkv_page_header *header) {
   const size_t most = QKV_SIMT_FRAME_SLOT_BYTES((size_t)coder->key_dim);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
@@ -222,8 +239,9 @@ static bool takes_expanded(const qkv_coder *coder, const qkv_page_header *header
 
 bool qkv_device_takes_image(const qkv_coder *coder, const void *image) {
   const qkv_page_header *header = image;
-  if ((header->features & ~QKV_FEATURE_OUTLIERS) != 0) return false;
-  if (is_expanded(coder)) return qkv_device_takes_coder(coder) && takes_expanded(coder, header);
+  if ((header->features & ~(QKV_FEATURE_OUTLIERS | QKV_FEATURE_ANCHOR)) != 0) return false;
+  if (is_expanded(coder))
+    return qkv_device_takes_coder(coder) && takes_anchors(coder, header) && takes_expanded(coder, header);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     const qkv_page_directory *entry = qkv_page_entry_of(image, h);
     if (!takes_tiers(entry->tier_k) || !takes_tiers(entry->tier_v)) return false;
@@ -235,13 +253,33 @@ static size_t outlier_bytes(const qkv_page_header *header) {
   return header->outliers == 0 ? 0 : header->bytes - header->outliers;
 }
 
+static size_t anchor_bytes(const qkv_coder *coder, const qkv_page_header *header) {
+  return (header->features & QKV_FEATURE_ANCHOR) == 0 ? 0 : QKV_SIMT_ANCHORS_BYTES((size_t)coder->key_dim);
+}
+
+// Of a page that has any; `to` is zeros.
+static void put_anchors(const qkv_coder *coder, const void *image, uint16_t h, uint8_t *to) {
+  const size_t dim = coder->key_dim;
+  float units[2] = {0};
+  uint8_t *row = to + 16;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkvi_additions added = qkvi_additions_find(coder, image, h, part);
+    for (size_t g = 0; g < (part == QKV_K ? QKV_PAGE_GROUPS : 1); g++, row += dim) {
+      if (!added.anchored) continue;
+      units[part] = added.anchor.unit;
+      memcpy(row, added.anchor.rows + g % added.anchor.count * dim, dim);
+    }
+  }
+  memcpy(to, units, sizeof units);
+}
+
 static size_t image_bytes(const qkv_coder *coder, const void *image) {
   const qkv_page_header *header = image;
   if (!is_expanded(coder)) return aligned(header->bytes);
   size_t bytes = aligned(sizeof *header + coder->kv_heads * sizeof(expanded_head)) + outlier_bytes(header);
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     const expanded_head head = head_of(coder, qkv_page_entry_of(image, h), h);
-    bytes += aligned((size_t)head.bytes[QKV_K] + head.bytes[QKV_V]);
+    bytes += aligned((size_t)head.bytes[QKV_K] + head.bytes[QKV_V] + anchor_bytes(coder, header));
   }
   return bytes;
 }
@@ -263,7 +301,9 @@ static size_t expand(const qkv_coder *coder, const void *image, uint8_t *to) {
     head.paths = put_codes(QKV_K, &codes[QKV_K], to + at + part_before(QKV_K));
     head.paths |= put_codes(QKV_V, &codes[QKV_V], to + at + head.bytes[QKV_K]);
     memcpy(to + sizeof own + h * sizeof head, &head, sizeof head);
-    at += aligned((size_t)head.bytes[QKV_K] + head.bytes[QKV_V]);
+    at += (size_t)head.bytes[QKV_K] + head.bytes[QKV_V];
+    if ((header->features & QKV_FEATURE_ANCHOR) != 0) put_anchors(coder, image, h, to + at);
+    at = aligned(at + anchor_bytes(coder, header));
   }
   own.outliers = header->outliers == 0 ? 0 : (uint32_t)at;
   own.bytes = (uint32_t)bytes;
@@ -276,7 +316,8 @@ static size_t expand(const qkv_coder *coder, const void *image, uint8_t *to) {
 // ---- Tables ----
 
 qkv_device_layout qkv_device_layout_of(const qkv_coder *coder) {
-  qkv_device_layout layout = {.expanded = is_expanded(coder), .turns = has_frame(coder)};
+  qkv_device_layout layout = {
+      .expanded = is_expanded(coder), .anchored = has_anchors(coder), .turns = has_frame(coder)};
   const size_t dim = coder->key_dim;
   size_t at = QKV_RANGE_PAGES * sizeof(uint64_t);
   if (layout.expanded) {

@@ -21,7 +21,7 @@ bool qkv_device_takes_image(const struct qkv_coder *coder, const void *image);
 
 // Offsets, multiples of 64, in a copy whose pages a coder has that kernels take.
 typedef struct qkv_device_layout {
-  bool expanded, turns;
+  bool expanded, anchored, turns;
   size_t heads, head_bytes;  // [kv_heads]
   size_t frame;
   size_t pages;

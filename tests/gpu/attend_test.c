@@ -25,7 +25,8 @@ typedef struct attend_case {
   qkv_precision precision;
   float size;  // of queries
   double soft_cap;
-  uint64_t begin, end;  // options
+  qkv_anchor_kind anchor;  // of keys
+  uint64_t begin, end;     // options
   bool windowed;
   bool calibrated;
   uint32_t turning;  // coordinates that turn, calibrated; 0: no RoPE
@@ -52,6 +53,7 @@ static uint64_t first_seed;
 static struct {
   size_t outliers, wide, masked, merges, compared;
   size_t forms[4];  // blocks of calibrated pages
+  size_t anchors;
   size_t left_out;  // cases
   bool shapes[16];
 } met;
@@ -126,6 +128,10 @@ static void setup_scene(scene *s, const attend_case *c) {
   s->rows = make_sequence(&s->model, tokens, seed);
   plant_outliers(&s->rows, c->seed % 4 == 0 ? 100 : 4, &seed);
   s->coder = c->calibrated ? calibrated_coder(s, c) : test_coder(&s->model, policy);
+  if (c->anchor != QKV_ANCHOR_NONE) {
+    coder_own(s->coder)->anchors[QKV_K].kind = c->anchor;
+    coder_own(s->coder)->anchors[QKV_V].kind = c->seed % 3 == 0 ? QKV_ANCHOR_NONE : QKV_ANCHOR_MEAN;
+  }
   set_precision(s);
   coder_keep_outliers(s->coder, c->calibrated ? 0.2f : 0.02f, c->sinks);
   const qkv_layer_config config = test_layer_config(&s->model, policy, c->first, s->arena);
@@ -196,6 +202,11 @@ static void note_forms(const scene *s, const uint8_t *image) {
       memcpy(&place, places[i % 2] + i / 2 * sizeof place, sizeof place);
       met.forms[place >> 16 & 15]++;
     }
+    const qkv_page_header *header = (const qkv_page_header *)(const void *)image;
+    float units[2] = {0};
+    if ((header->features & QKV_FEATURE_ANCHOR) != 0)
+      memcpy(units, image + entry[0] + entry[1] + entry[2], sizeof units);
+    met.anchors += (units[0] > 0) + (units[1] > 0);
   }
 }
 
@@ -226,9 +237,11 @@ static void plan_turn(const work *w, const scene *s, const qkvi_row_block *block
                             .pages = j->range.pages,
                             .turned = turned,
                             .first = j->range.first,
-                            .end = j->range.end};
+                            .end = j->range.end,
+                            .kv_head = j->range.kv_head,
+                            .anchored = layout.anchored};
   j->range.turned = turned;
-  j->range.turned_step = layout.turns ? QKV_SIMT_TURNED_BYTES(w->shape->dim) : 0;
+  j->range.turned_step = layout.turns || layout.anchored ? QKV_SIMT_TURNED_BYTES(w->shape->dim) : 0;
   j->range.steps = (const float *)(const void *)head;
 }
 
@@ -489,6 +502,28 @@ static void test_expanded(void **unused) {
   }
 }
 
+// Of data-free code.
+static void test_anchors(void **unused) {
+  (void)unused;
+  const size_t before = met.anchors;
+  for (uint64_t i = 0; i < 12; i += EVERY) {
+    const attend_case c = {.dim = i % 2 == 0 ? 64 : 128,
+                           .group = i % 3 == 0 ? 6 : 4,
+                           .queries = 1 + (int64_t)(i % 2),
+                           .pages = 3,
+                           .bits_k = 2 + (double)(i % 3),
+                           .bits_v = 3,
+                           .precision = i % 4 == 0 ? QKV_PRECISION_INT8 : QKV_PRECISION_DEFAULT,
+                           .size = 2,
+                           .sinks = i % 3 == 0 ? 4 : 0,
+                           .windowed = i % 4 == 1,
+                           .anchor = i % 2 == i / 2 % 2 ? QKV_ANCHOR_MEAN : QKV_ANCHOR_GROUP,
+                           .seed = 1500 + i};
+    check_case(&c);
+  }
+  assert_true(met.anchors - before > 50 / EVERY);
+}
+
 // Scores far below the cap, near it and beyond.
 static void test_soft_caps(void **unused) {
   (void)unused;
@@ -560,7 +595,8 @@ int main(int argc, char **argv) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_shapes),   cmocka_unit_test(test_depths),    cmocka_unit_test(test_masks),
       cmocka_unit_test(test_outliers), cmocka_unit_test(test_ranges),    cmocka_unit_test(test_calibrated),
-      cmocka_unit_test(test_expanded), cmocka_unit_test(test_soft_caps), cmocka_unit_test(test_met),
+      cmocka_unit_test(test_expanded), cmocka_unit_test(test_soft_caps), cmocka_unit_test(test_anchors),
+      cmocka_unit_test(test_met),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   return failed != 0 ? failed : launch_end();

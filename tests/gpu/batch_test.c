@@ -255,6 +255,8 @@ static void begin(world *w, uint64_t seed) {
     w->coders[i] = i < 3 ? test_coder(&w->model, test_policy(bits[i], bits[i], 0)) : calibrated_coder(w, bits[i]);
     for (size_t h = 0; h < HEADS; h++) set_precision((qkv_head_coder *)&qkv_embedded(w->coders[i])->heads[h]);
   }
+  coder_own(w->coders[1])->anchors[QKV_K].kind = seed % 2 == 0 ? QKV_ANCHOR_AUTO : QKV_ANCHOR_GROUP;
+  coder_own(w->coders[1])->anchors[QKV_V].kind = QKV_ANCHOR_MEAN;
   w->rows = make_sequence(&w->model, TOKENS, seed);
   qkv_layer *trunk = add_layer(w, NULL, 0);
   for (uint64_t i = 0; i < 2 + seed % 3; i++)

@@ -49,7 +49,8 @@ typedef struct warp_shared {
   float outliers[QKV_SIMT_COLUMNS]
                 [QKV_SIMT_OUTLIERS];  // by row and outlier row: scores of keys, then weights of values
   float weight_limit;                 // calibrated
-  uint32_t unused[31 - (QKV_SIMT_SLOTS + 1) / 2 * 4];
+  float totals[QKV_SIMT_COLUMNS];     // of a page's weights, by row
+  uint32_t unused[23 - (QKV_SIMT_SLOTS + 1) / 2 * 4];
 } warp_shared;
 
 #ifdef __cplusplus
@@ -294,6 +295,19 @@ SIMT_INLINE float outlier_score(const uint8_t *numbers, bool wide, float scale, 
   float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   sum += simt_exchange_float(sum, 1);
   return sum + simt_exchange_float(sum, 2);
+}
+
+// ---- Anchors (engine/codec/anchor.h) ----
+
+SIMT_INLINE bool has_anchors(const uint8_t *page) {
+  enum { FEATURES = 36, ANCHOR = 2 };
+  return (*(const uint16_t *)(const void *)(page + FEATURES) & ANCHOR) != 0;
+}
+
+// Those of a head of an expanded page that has any.
+SIMT_INLINE const uint8_t *find_anchors(const uint8_t *page, unsigned head) {
+  const uint32_t *entry = (const uint32_t *)(const void *)(page + 64 + 16 * head);
+  return page + entry[0] + entry[1] + entry[2];
 }
 
 // ---- The kernels ----

@@ -9,6 +9,8 @@
 //                      12  u32 paths: which forms occur, four bits (QKV_SIMT_PATH) for each step of the kernel
 //   keys of a head    gains of K [64], gains of V [64], places [4][dim / 16] of u32, lines
 //   values            places, lines; those of group g begin 32 g bytes later, so that lanes find different banks
+//   anchors           of a page that has them, data-free: f32 units of K, of V (0: none), 8 bytes of 0, i8 rows
+//                     [5][dim]: of K's four groups, of V (engine/codec/anchor.h: mean; of keys also by group)
 //
 //   place of a block  bits 0..15 its first line, in 16 bytes from the first place on     16..19 form
 //                     20..23, 24..27 kinds of its first and second 8 coordinates         28, 29 these have low bytes
@@ -57,14 +59,15 @@ enum { QKV_SIMT_FORM_NARROW, QKV_SIMT_FORM_NIBBLES, QKV_SIMT_FORM_BYTES, QKV_SIM
 
 // Of a block of four rows, 16-byte aligned: this, then
 //   f32 [4][dim]         the rows as attended
-//   f32 [4][2][stride]   products with the rotating anchor (walk.h); or, without RoPE, a turned block
+//   f32 [4][2][stride]   products with the rotating anchor (walk.h); or, without RoPE, a turned block, and of a coder
+//                        with anchors f32 [4][dim], the rows in code space
 typedef struct qkv_simt_frame_queries {
   float factors[QKV_SIMT_FRAME_ROWS], scales[QKV_SIMT_FRAME_ROWS];  // to whole numbers and back
   float shares[QKV_SIMT_FRAME_ROWS];                                // of the mean
   float query_limit, weight_limit;                                  // the most of a query's numbers; 255 or 65535
   uint32_t unused[2];
 } qkv_simt_frame_queries;
-#define QKV_SIMT_FRAME_QUERY_BYTES(dim) (64 + 32 * (dim) + 1040)
+#define QKV_SIMT_FRAME_QUERY_BYTES(dim) (64 + 40 * (dim) + 1040)
 
 // A turned block, 16-byte aligned:
 //   f32 added [4][64]   to scores, by row and slot
@@ -90,6 +93,9 @@ typedef struct qkv_simt_frame {
 // transforms queries, [dim / 16][dim / 32][high, low][32 lanes] of 16 bytes: operands of a product.
 #define QKV_SIMT_HEAD_BYTES(dim, turns) (4 * (dim) + ((turns) ? 4 * (dim) + 2 * (dim) * (dim) : 0))
 
+// Of a head of a page with anchors, behind its values.
+#define QKV_SIMT_ANCHORS_BYTES(dim) (16 + 5 * (dim))
+
 // Of a page: f32 [4][dim / 2], cosines and sines that pairs of queries are turned back by, then those of its middle.
 #define QKV_SIMT_TURN_BYTES(dim) (8 * (dim))
 
@@ -97,11 +103,14 @@ typedef struct qkv_simt_frame {
 
 typedef struct qkv_simt_turn {
   const uint8_t *queries;
-  const uint8_t *frame;  // NULL: the turned block is in `queries`, and is copied to `turned`
+  const uint8_t
+      *frame;  // NULL: the turned block is in `queries`, and is copied to `turned`, with anchors for each page
   const uint8_t *head;
   const uint8_t *const *pages;  // images by their index in the range: a page's turns lie before its image
   uint8_t *turned;              // by the index
   uint32_t first, end;          // pages
+  uint32_t kv_head;
+  uint32_t anchored;  // 1: pages may have anchors
 } qkv_simt_turn;
 
 // Blocks of QKV_SIMT_WARPS * 32 threads, four a job.
