@@ -5,9 +5,12 @@
 #include <string.h>
 #include <time.h>
 
+#include "engine/cache/device_image.h"
+#include "engine/codec/codec.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/simt/image.h"
 #include "storage/gpu/driver.h"
+#include "tests/engine/cache/fixture.h"
 #include "tests/gpu/launch.h"
 
 enum { REPEATS = 20, AREA_BYTES = 64 << 20 };
@@ -172,7 +175,8 @@ void launch_attend(const launch_work *work) {
 
 // ---- Times ----
 //
-// One layer of 131072 tokens and 8 KV heads of 128, four query heads each: 32 ranges of 64 pages of any codes.
+// One layer of 131072 tokens and 8 KV heads of 128, four query heads each: 32 ranges of 64 pages of any codes;
+// expanded ones as encoded from random rows.
 
 enum { TIMED_RANGES = 32, TIMED_HEADS = 8, TIMED_DIM = 128, TIMED_JOBS = TIMED_RANGES * TIMED_HEADS };
 
@@ -227,29 +231,64 @@ static void launch_copy(const void *context) {
   MUST(MemcpyDtoDAsync(t->to, t->from, t->bytes, stream));
 }
 
-// Fills `t` with `ranges` copies of 64 pages, which it puts into memory of its own.
-static void make_timed(timed *t, const qkv_simt_tables *tables, unsigned bits, uint32_t ranges) {
+static uint8_t *make_pages(unsigned bits, size_t *bytes) {
   static qkv_schedule schedule;
-  static qkv_simt_range jobs[TIMED_JOBS];
   qkv_head_layout heads[TIMED_HEADS] = {0};
   qkv_schedule_uniform(&schedule, TIMED_DIM);
   for (size_t h = 0; h < TIMED_HEADS; h++) {
     heads[h].schedules[QKV_K] = heads[h].schedules[QKV_V] = &schedule;
     memset(heads[h].tiers, (int)(8 * bits), sizeof heads[h].tiers);
   }
-  const size_t bytes = qkv_page_bytes(heads, TIMED_HEADS);
-  uint8_t *pages = aligned_alloc(64, QKV_SIMT_RANGE_PAGES * bytes);
+  *bytes = qkv_page_bytes(heads, TIMED_HEADS);
+  uint8_t *pages = aligned_alloc(64, QKV_SIMT_RANGE_PAGES * *bytes);
   if (pages == NULL) exit(1);
-  for (size_t i = 0; i < QKV_SIMT_RANGE_PAGES; i++) fill_page(pages + i * bytes, heads, i * QKV_PAGE_TOKENS);
+  for (size_t i = 0; i < QKV_SIMT_RANGE_PAGES; i++) fill_page(pages + i * *bytes, heads, i * QKV_PAGE_TOKENS);
+  return pages;
+}
+
+static uint8_t *make_expanded_pages(double bits, size_t *bytes) {
+  qkv_coder *coder = coder_create(TIMED_HEADS, TIMED_DIM, TIMED_DIM, bits, bits, QKV_FRAME_PLAIN, NULL);
+  float *rows = random_floats(1, (size_t)QKV_PAGE_TOKENS * TIMED_HEADS * TIMED_DIM);
+  void *image = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
+  if (image == NULL) exit(1);
+  coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, rows, rows, NULL, image);
+  *bytes = qkv_device_page_bytes(coder, image);
+  uint8_t *pages = aligned_alloc(64, QKV_SIMT_RANGE_PAGES * *bytes);
+  if (pages == NULL || !qkv_device_takes_image(coder, image)) exit(1);
+  for (size_t i = 0; i < QKV_SIMT_RANGE_PAGES; i++) qkv_device_fill_page(coder, image, pages + i * *bytes);
+  free(image);
+  free(rows);
+  coder_destroy(coder);
+  return pages;
+}
+
+// Any numbers, of one byte each or of two; of an expanded shape a block that is turned already.
+static void put_timed_queries(const qkv_simt_shape *shape, qkv_simt_range *range) {
+  const size_t columns = (size_t)QKV_SIMT_COLUMNS * TIMED_DIM;
+  uint8_t queries[QKV_SIMT_FRAME_QUERY_BYTES(TIMED_DIM)] = {0}, turned[QKV_SIMT_TURNED_BYTES(TIMED_DIM)] = {0};
+  float steps[TIMED_DIM];
+  uint8_t *bytes = shape->turn == NULL ? queries : turned + sizeof(float) * QKV_SIMT_FRAME_ROWS * QKV_PAGE_TOKENS;
+  for (size_t i = 0; i < columns; i++) bytes[i] = any_byte();
+  const size_t scales = shape->turn == NULL ? 40 * TIMED_DIM : columns;
+  for (size_t i = 0; i < QKV_SIMT_FRAME_ROWS; i++)
+    memcpy(bytes + scales + i * sizeof(float), &(float){1e-6f}, sizeof(float));
+  for (size_t c = 0; c < TIMED_DIM; c++) steps[c] = 1;
+  if (shape->turn != NULL)
+    memcpy(queries, &(qkv_simt_frame_queries){.weight_limit = 65535.0f}, sizeof(qkv_simt_frame_queries));
+  range->queries = put(queries, qkv_simt_query_bytes(shape));
+  range->turned = put(turned, sizeof turned);
+  range->steps = put(steps, sizeof steps);
+}
+
+// Fills `t` with `ranges` copies of 64 pages of `bytes` each, which it puts into memory of its own and frees.
+static void make_timed(timed *t, const qkv_simt_tables *tables, uint8_t *pages, size_t bytes, uint32_t ranges) {
+  static qkv_simt_range jobs[TIMED_JOBS];
+  qkv_simt_range queries = {0};
   t->bytes = (size_t)ranges * QKV_SIMT_RANGE_PAGES * bytes;
   MUST(MemAlloc(&t->from, t->bytes));
   MUST(MemAlloc(&t->to, t->bytes));
-  uint8_t queries[QKV_SIMT_QUERY_BYTES(TIMED_DIM)] = {0};
-  for (size_t i = 0; i < (size_t)QKV_SIMT_COLUMNS * TIMED_DIM; i++) queries[i] = any_byte();
-  for (size_t i = 0; i < QKV_SIMT_COLUMNS; i++)
-    memcpy(queries + 40 * TIMED_DIM + i * sizeof(float), &(float){1e-6f}, sizeof(float));
   filled = 0;
-  const uint8_t *put_queries = put(queries, sizeof queries);
+  put_timed_queries(t->shape, &queries);
   for (size_t r = 0; r < ranges; r++) {
     uint64_t addresses[QKV_SIMT_RANGE_PAGES];
     const size_t offset = r * QKV_SIMT_RANGE_PAGES * bytes;
@@ -259,16 +298,29 @@ static void make_timed(timed *t, const qkv_simt_tables *tables, unsigned bits, u
     for (uint32_t h = 0; h < TIMED_HEADS; h++)
       jobs[r * TIMED_HEADS + h] = (qkv_simt_range){
           .pages = list,
-          .queries = put_queries,
+          .queries = queries.queries,
           .partials = put(NULL, QKV_SIMT_RANGE_RUNS * (size_t)QKV_SIMT_PARTIAL_BYTES(TIMED_DIM, t->shape->rows)),
           .end = QKV_SIMT_RANGE_PAGES,
-          .kv_head = h};
+          .kv_head = h,
+          .turned = queries.turned,
+          .steps = queries.steps};
   }
   t->args = (qkv_simt_attend_args){
       .ranges = put(jobs, sizeof jobs), .tables = put(tables, sizeof *tables), .count = ranges * TIMED_HEADS};
   MUST(MemcpyHtoDAsync(area, copy, filled, stream));
   wait();
   free(pages);
+}
+
+static void print_times(const qkv_simt_shape *shape, const qkv_simt_tables *tables, double bits, uint8_t *pages,
+                        size_t bytes, uint32_t ranges) {
+  timed t = {.shape = shape};
+  make_timed(&t, tables, pages, bytes, ranges);
+  const double us = time_launches(launch_timed, &t), copied = time_launches(launch_copy, &t);
+  printf("%s,%g,%zu,%.1f,%.0f,%.0f\n", shape->name, bits, t.bytes, us, (double)t.bytes / us / 1000,
+         2 * (double)t.bytes / copied / 1000);
+  MUST(MemFree(t.from));
+  MUST(MemFree(t.to));
 }
 
 int launch_end(void) {
@@ -281,14 +333,16 @@ int launch_end(void) {
   printf("kernel,bits,bytes,us,gb_per_s,copy_gb_per_s\n");
   for (unsigned bits = 1; bits <= 4; bits++) {
     for (unsigned parts = 1; parts <= 2; parts++) {
-      timed t = {.shape = qkv_simt_shape_for(TIMED_DIM, parts, 1, 4)};
-      make_timed(&t, &tables, bits, ranges);
-      const double us = time_launches(launch_timed, &t), copied = time_launches(launch_copy, &t);
-      printf("%s,%u,%zu,%.1f,%.0f,%.0f\n", t.shape->name, bits, t.bytes, us, (double)t.bytes / us / 1000,
-             2 * (double)t.bytes / copied / 1000);
-      MUST(MemFree(t.from));
-      MUST(MemFree(t.to));
+      size_t bytes;
+      uint8_t *pages = make_pages(bits, &bytes);
+      print_times(qkv_simt_shape_for(TIMED_DIM, parts, 1, 4), &tables, bits, pages, bytes, ranges);
     }
+  }
+  static const double expanded[] = {1.5, 2.5, 3.5, 4.5};
+  for (size_t i = 0; i < sizeof expanded / sizeof *expanded; i++) {
+    size_t bytes;
+    uint8_t *pages = make_expanded_pages(expanded[i], &bytes);
+    print_times(qkv_simt_shape_calibrated(TIMED_DIM), &tables, expanded[i], pages, bytes, ranges);
   }
   return 0;
 }

@@ -253,6 +253,15 @@ MUTANTS = [
     ("gpu: a page's turned queries are read before all lanes wrote them", "engine/kernel/simt/turn.inc",
      "  simt_sync_warp();\n  TURN(_transform)",
      "  TURN(_transform)", "gpu/attend"),
+    ("gpu: soft caps are left out", "engine/kernel/simt/attend_shape.inc",
+     "range->soft_cap != 0) SHAPE(_cap)",
+     "range->soft_cap < 0) SHAPE(_cap)", "gpu/attend"),
+    ("gpu: a soft cap's polynomial reaches further", "engine/kernel/simt/attend.c",
+     "size < 0.5f ? small : large",
+     "size < 0.6f ? small : large", "gpu/attend"),
+    ("gpu: all groups have the anchor of the first", "engine/kernel/simt/turn.inc",
+     "group = i % GROUPS",
+     "group = 0 * i", "gpu/attend"),
 ]
 
 
