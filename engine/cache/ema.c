@@ -130,7 +130,12 @@ void qkv_ema_add(qkv_ema *ema, const qkv_ema_clock *clock, uint32_t kv_head, con
   pack(values, words);
   _Atomic uint64_t *to = values_of(ema, kv_head);
   for (size_t i = 0; i < WORDS; i++) atomic_store_explicit(&to[i], words[i], memory_order_relaxed);
-  if (step->now > then) atomic_store_explicit(right_for(ema, kv_head), step->now, memory_order_relaxed);
+  // A reader that sees that a query has been counted sees its weights (qkv_ema_seen).
+  if (step->now > then) atomic_store_explicit(right_for(ema, kv_head), step->now, memory_order_release);
+}
+
+bool qkv_ema_seen(const qkv_ema *ema, uint32_t kv_head) {
+  return atomic_load_explicit(right_for((qkv_ema *)ema, kv_head), memory_order_acquire) > ema->born;
 }
 
 void qkv_ema_read(const qkv_ema *ema, const qkv_ema_clock *clock, uint32_t kv_head, uint64_t now, float *values) {

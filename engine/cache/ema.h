@@ -98,6 +98,9 @@ void qkv_ema_init(qkv_ema *ema, uint32_t kv_heads, uint64_t now);
 void qkv_ema_add(qkv_ema *ema, const qkv_ema_clock *clock, uint32_t kv_head, const qkv_ema_step *step,
                  const float *attention);
 
+// Whether a query has been counted for a head of the page.
+bool qkv_ema_seen(const qkv_ema *ema, uint32_t kv_head);
+
 // values [64] as of `now`. Queries before the page was sealed do not count: the average is over its own life.
 void qkv_ema_read(const qkv_ema *ema, const qkv_ema_clock *clock, uint32_t kv_head, uint64_t now, float *values);
 

@@ -67,6 +67,14 @@ static void fill_floor(const qkv_layer *layer, const qkv_page_entry *entry, floa
   }
 }
 
+// Whether one of a group's tokens may still be attended.
+static bool is_awaited(const float *floor, size_t tokens) {
+  for (size_t t = 0; t < tokens; t++) {
+    if (floor[t] > 0) return true;
+  }
+  return false;
+}
+
 // `groups` [2][QKV_PAGE_GROUPS] of one head of a page.
 static void fill_head(const qkv_layer *layer, const qkv_page_entry *entry, const qkv_lane lanes[2],
                       const qkv_ema *ema, uint16_t kv_head, uint64_t now, qkv_retier_group *groups) {
@@ -76,7 +84,8 @@ static void fill_head(const qkv_layer *layer, const qkv_page_entry *entry, const
   float sizes[2][QKV_PAGE_TOKENS];
   for (qkv_part part = QKV_K; part <= QKV_V; part++)
     planes->sizes(entry->coder, entry->page, kv_head, part, sizes[part]);
-  if (ema != NULL) qkv_ema_read(ema, layer->clock, kv_head, now, attention);
+  const bool seen = ema != NULL && qkv_ema_seen(ema, kv_head);
+  if (seen) qkv_ema_read(ema, layer->clock, kv_head, now, attention);
   fill_floor(layer, entry, floor);
   for (size_t g = 0; g < QKV_PAGE_GROUPS; g++) {
     const size_t first = g * QKV_GROUP_TOKENS;
@@ -84,6 +93,8 @@ static void fill_head(const qkv_layer *layer, const qkv_page_entry *entry, const
     if (tokens > QKV_GROUP_TOKENS) tokens = QKV_GROUP_TOKENS;
     qkv_retier_group both[2] = {0};
     weigh_group(&scale, sizes[QKV_K] + first, sizes[QKV_V] + first, attention + first, floor + first, tokens, both);
+    // What the sliding window has passed gets no attention, counted or not.
+    both[QKV_K].unseen = both[QKV_V].unseen = !seen && is_awaited(floor + first, tokens);
     groups[g] = both[QKV_K];
     groups[QKV_PAGE_GROUPS + g] = both[QKV_V];
   }

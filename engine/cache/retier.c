@@ -337,7 +337,7 @@ static void apply_thresholds(decision *d) {
   for (size_t i = 0; i < group_count(d->snapshot); i++) {
     const qkv_retier_group *group = &d->snapshot->groups[i];
     const place at = place_of(d->snapshot, i);
-    if (!d->free[i]) continue;
+    if (!d->free[i] || group->unseen) continue;
     const double peak = (double)group->peak;
     const uint8_t low = level_of(policy, peak / (1 + policy->hysteresis));
     const uint8_t high = level_of(policy, peak / (1 - policy->hysteresis));

@@ -27,7 +27,9 @@
 // than 2 bits cost more than this tells: tier_least should be 16 there (QKV_RETIER_LEAST_AUTO).
 //
 // The policy leaves alone: the sinks and the recent window, which stay at the most that is held; groups that can not
-// be cut (chains); and pages that rest. A group changes only where its cost, weight * error + price * bytes, falls by
+// be cut (chains); and pages that rest. Thresholds also leave alone what no query has been counted for, such as a
+// prompt that has just been appended: planes that are dropped do not come back.
+// A group changes only where its cost, weight * error + price * bytes, falls by
 // the part `hysteresis` (budget), or where its attention is beyond a threshold by that part; but a budget is kept:
 // then the most useful cuts are made all the same.
 //
@@ -78,6 +80,7 @@ typedef struct qkv_retier_group {
   float peak;          // the average attention of its best token
   uint8_t tier, most;  // now, and the most that is held
   bool fixed;          // can not be cut
+  bool unseen;         // no query has been counted: `peak` says nothing
 } qkv_retier_group;
 
 typedef struct qkv_retier_page {

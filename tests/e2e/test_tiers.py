@@ -99,6 +99,11 @@ def test_thresholds_decide_in_the_background(name):
         queries = np.zeros((16, 4, 16), np.float32)
         queries[:, :, 0] = 4  # times the scale, 1 / 4
         cache.append(0, k, v)
+        # What no query has met yet stays: planes that are dropped do not come back.
+        time.sleep(1)
+        stub = cache.stub
+        before = list(stub.GetAttentionStats(kv.GetAttentionStatsRequest(session=name), timeout=TIMEOUT))
+        assert len(before) == 2 and all(np.all(np.array(head.bits[:384]) == 4) for head in before)
         expected = np.ones(384)
         expected[0:16] = 4  # sinks
         expected[192:208], expected[288:304], expected[112:128] = 4, 3, 2

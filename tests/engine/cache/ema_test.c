@@ -77,6 +77,8 @@ static void averages_follow_the_definition(void **state) {
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
     assert_true(fabs((double)values[t] - expected[t] * pow(0.97, 50)) <= 0.002 * expected[t] + 0x1p-30);
   }
+  assert_true(qkv_ema_seen(ema, 1));
+  assert_false(qkv_ema_seen(ema, 0));
   qkv_ema_read(ema, clock, 0, now, values);  // no query asked the other heads
   for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) assert_true(values[t] == 0);
   free(ema);

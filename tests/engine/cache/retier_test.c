@@ -431,10 +431,13 @@ static void thresholds_go_by_the_best_token(void **state) {
     s.snapshot.groups[i].tier = cases[i].tier;
     s.snapshot.groups[i].most = cases[i].most;
   }
+  s.snapshot.groups[CASES].peak = 0;
+  s.snapshot.groups[CASES].unseen = true;
   uint8_t *tiers = decide(&s, &policy, &plan);
   for (size_t i = 0; i < CASES; i++) {
     if (tiers[i] != cases[i].expected) fail_msg("case %zu: tier %u", i, tiers[i]);
   }
+  assert_int_equal(tiers[CASES], 32);
   free(tiers);
   qkv_retier_plan_deinit(&plan);
   teardown_scene(&s);
