@@ -10,10 +10,10 @@
 #include <sys/stat.h>
 
 #include "qkv/v1/kv_cache.pb-c.h"
-#include "server/control.h"
+#include "server/auth/identity.h"
 #include "server/daemon.h"
-#include "server/handlers.h"
-#include "server/identity.h"
+#include "server/handlers/control.h"
+#include "server/handlers/handlers.h"
 
 // ---- Files ----
 

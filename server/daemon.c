@@ -10,13 +10,13 @@
 #include <time.h>
 
 #include "engine/base/cpu.h"
-#include "server/block.h"
-#include "server/handlers.h"
+#include "server/auth/identity.h"
+#include "server/handlers/block.h"
+#include "server/handlers/handlers.h"
 #include "server/http/http.h"
-#include "server/identity.h"
 #include "server/lifetime.h"
 #include "server/residency/fold.h"
-#include "server/rpc_inspect.h"
+#include "server/rpc/inspect.h"
 #include "server/service.h"
 
 enum { BLOCKING_THREADS = 8 };  // of each half; their jobs mostly wait

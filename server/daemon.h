@@ -16,11 +16,11 @@
 
 #include "engine/base/executor.h"
 #include "engine/cache/store.h"
-#include "server/audit.h"
-#include "server/auth.h"
+#include "server/auth/audit.h"
+#include "server/auth/auth.h"
 #include "server/calibrations.h"
 #include "server/gpu/gpu.h"
-#include "server/health.h"
+#include "server/handlers/health.h"
 #include "server/http/observed.h"
 #include "server/kept_calibrations.h"
 #include "server/memory.h"
@@ -28,11 +28,11 @@
 #include "server/options.h"
 #include "server/residency/residency.h"
 #include "server/retier.h"
-#include "server/rpc.h"
+#include "server/rpc/rpc.h"
+#include "server/rpc/tls.h"
 #include "server/shared_memory/regions.h"
 #include "server/tenants/quotas.h"
-#include "server/tls.h"
-#include "server/watch.h"
+#include "server/watch/watch.h"
 
 typedef void qkvi_drain_fn(void *context, int64_t notice_ms, int64_t grace_ms);
 
@@ -67,7 +67,7 @@ typedef struct qkv_daemon {
   // Of Admin.Drain: begins a drain in another thread; NULL: this process does not end so.
   _Atomic(qkvi_drain_fn *) drain_asked;
   void *drain_context;     // written before
-  _Atomic bool comparing;  // codecs, one call at a time (server/compare.c)
+  _Atomic bool comparing;  // codecs, one call at a time (server/handlers/compare.c)
   qkv_metric_value metrics[QKV_METRIC_COUNT];
 } qkv_daemon;
 

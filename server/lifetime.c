@@ -4,10 +4,10 @@
 
 #include "engine/cache/session_spill.h"
 #include "qkv/v1/kv_cache.pb-c.h"
-#include "server/control.h"
-#include "server/handlers.h"
-#include "server/identity.h"
-#include "server/jobs.h"
+#include "server/auth/identity.h"
+#include "server/handlers/control.h"
+#include "server/handlers/handlers.h"
+#include "server/handlers/jobs.h"
 
 // ---- Pin, Touch ----
 

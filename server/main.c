@@ -45,7 +45,7 @@ struct main_loop {
   _Atomic bool more_tiers;                           // a job writes it, the loop reads it
 };
 
-// As many connections as the system allows; further ones wait until a descriptor is free (rpc_listen.c).
+// As many connections as the system allows; further ones wait until a descriptor is free (server/rpc/listen.c).
 static void raise_file_limit(void) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;

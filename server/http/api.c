@@ -9,8 +9,8 @@
 #include "engine/base/cpu.h"
 #include "engine/cache/session_retier.h"
 #include "engine/kernel/kernel.h"
-#include "server/contract.h"
 #include "server/daemon.h"
+#include "server/handlers/contract.h"
 
 enum { OK = 200, BAD_REQUEST = 400, NOT_FOUND = 404, FAILED = 500 };
 

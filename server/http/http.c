@@ -17,7 +17,7 @@
 #include "server/http/api.h"
 #include "server/http/page.h"
 #include "server/http/places.h"
-#include "server/rpc_internal.h"
+#include "server/rpc/internal.h"
 
 enum {
   CONNECTIONS_MAX = 64,

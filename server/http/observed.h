@@ -8,7 +8,7 @@
 #include "engine/base/histogram.h"
 #include "engine/base/status.h"
 #include "server/http/labels.h"
-#include "server/rpc.h"
+#include "server/rpc/rpc.h"
 
 enum { QKVI_STATUS_CODES = 17 };  // of gRPC
 

@@ -2,9 +2,9 @@
 #include <stdlib.h>
 
 #include "qkv/v1/objects.pb-c.h"
-#include "server/control.h"
-#include "server/handlers.h"
-#include "server/jobs.h"
+#include "server/handlers/control.h"
+#include "server/handlers/handlers.h"
+#include "server/handlers/jobs.h"
 #include "server/objects/names.h"
 
 enum { PAGE_SIZE_MAX = 1000 };

@@ -3,10 +3,10 @@
 #include <string.h>
 
 #include "qkv/v1/objects.pb-c.h"
-#include "server/block.h"
-#include "server/control.h"
-#include "server/handlers.h"
-#include "server/jobs.h"
+#include "server/handlers/block.h"
+#include "server/handlers/control.h"
+#include "server/handlers/handlers.h"
+#include "server/handlers/jobs.h"
 #include "server/objects/names.h"
 
 enum { MESSAGE_BYTES = QKVI_OBJECT_PART, PIECES_MAX = 4096 };  // of a message

@@ -9,7 +9,7 @@
 #include <utlist.h>
 
 #include "engine/base/log.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "server/objects/internal.h"
 
 enum { KEY_BYTES = 2 * (QKV_NAME_MAX + 1), EXPEL_IDLE_MS = 1000, EXPEL_BYTES = 16 << 20 };

@@ -17,7 +17,7 @@
 #include "engine/base/metric.h"
 #include "engine/cache/store.h"
 #include "server/options.h"
-#include "server/rpc.h"
+#include "server/rpc/rpc.h"
 #include "storage/storage.h"
 
 // Bytes of a part, but for an object's last one.

@@ -1,7 +1,7 @@
 #include "server/objects/pieces.h"
 
 #include "proto/wire.h"
-#include "server/control.h"
+#include "server/handlers/control.h"
 
 // Field numbers of qkv/v1/objects.proto.
 enum { REQUEST_PIECES = 1 };

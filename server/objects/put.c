@@ -5,12 +5,12 @@
 #include <xxhash.h>
 
 #include "qkv/v1/objects.pb-c.h"
-#include "server/contract.h"
-#include "server/control.h"
+#include "server/auth/identity.h"
 #include "server/evict.h"
-#include "server/handlers.h"
-#include "server/identity.h"
-#include "server/jobs.h"
+#include "server/handlers/contract.h"
+#include "server/handlers/control.h"
+#include "server/handlers/handlers.h"
+#include "server/handlers/jobs.h"
 #include "server/objects/pieces.h"
 #include "server/residency/accounts.h"
 

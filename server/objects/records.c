@@ -9,7 +9,7 @@
 
 #include "engine/base/log.h"
 #include "qkv/v1/objects.pb-c.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "server/objects/internal.h"
 
 enum { SYNC_WAIT_MS = 30000, QUOTA_WAIT_MS = 5000 };  // as of sessions (acknowledge.c)

@@ -7,8 +7,8 @@
 #include "engine/base/log.h"
 #include "engine/cache/session_spill.h"
 #include "proto/wire.h"
-#include "server/contract.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
+#include "server/handlers/contract.h"
 #include "server/residency/internal.h"
 
 // ---- The journal ----

@@ -5,7 +5,7 @@
 
 #include "engine/base/log.h"
 #include "engine/cache/session_spill.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 

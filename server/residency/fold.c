@@ -6,7 +6,7 @@
 
 #include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "server/metrics.h"
 #include "server/residency/accounts.h"
 #include "server/residency/internal.h"

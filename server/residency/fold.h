@@ -5,7 +5,7 @@
 #ifndef QKV_SERVER_RESIDENCY_FOLD_H
 #define QKV_SERVER_RESIDENCY_FOLD_H
 
-#include "server/jobs.h"
+#include "server/handlers/jobs.h"
 #include "server/residency/residency.h"
 
 // Folds sessions, the longest unused first, for some 50 ms. Waits. True where more are due. `after_ms`: without a

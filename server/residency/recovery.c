@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "engine/cache/session_spill.h"
-#include "server/contract.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
+#include "server/handlers/contract.h"
 #include "server/metrics.h"
 #include "server/residency/rows.h"
 

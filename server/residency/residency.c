@@ -7,7 +7,7 @@
 
 #include "engine/base/cpu.h"
 #include "engine/cache/session_spill.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 

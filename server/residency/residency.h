@@ -21,7 +21,7 @@
 #include "engine/cache/store.h"
 #include "server/objects/objects.h"
 #include "server/options.h"
-#include "server/rpc.h"
+#include "server/rpc/rpc.h"
 #include "storage/storage.h"
 
 typedef struct qkvi_residency qkvi_residency;

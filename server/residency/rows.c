@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "engine/cache/session_spill.h"
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "server/metrics.h"
 
 #define ROWS_MAGIC UINT64_C(0x0053574f52564b51)  // "QKVROWS\0"

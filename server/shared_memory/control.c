@@ -6,11 +6,11 @@
 
 #include "engine/base/log.h"
 #include "qkv/v1/shared_memory.pb-c.h"
-#include "server/control.h"
+#include "server/auth/identity.h"
 #include "server/daemon.h"
-#include "server/handlers.h"
-#include "server/identity.h"
-#include "server/jobs.h"
+#include "server/handlers/control.h"
+#include "server/handlers/handlers.h"
+#include "server/handlers/jobs.h"
 
 static qkv_status allowed(const qkv_daemon *daemon, qkv_error *error) {
   if (daemon->regions != NULL) return QKV_OK;

@@ -1,6 +1,6 @@
 // Meters the calls of one tenant: messages' bytes and appended rows, against the rates of its quota, and totals.
 //
-// Threads: the owner's (server/rpc_limits.h: under its lock).
+// Threads: the owner's (server/rpc/limits.h: under its lock).
 #ifndef QKV_SERVER_TENANTS_METER_H
 #define QKV_SERVER_TENANTS_METER_H
 

@@ -1,6 +1,6 @@
-// server/control.h and contract.h: requests without tensors. No string reaches a handler cut short, and a model that
-// is taken can be written back.
-#include "server/control.h"
+// server/handlers/control.h and contract.h: requests without tensors. No string reaches a handler cut short, and a
+// model that is taken can be written back.
+#include "server/handlers/control.h"
 
 #include <stdlib.h>
 
@@ -8,7 +8,7 @@
 #include "grpc/reflection/v1alpha/reflection.pb-c.h"
 #include "qkv/v1/admin.pb-c.h"
 #include "qkv/v1/objects.pb-c.h"
-#include "server/contract.h"
+#include "server/handlers/contract.h"
 #include "tests/fuzz/fuzz.h"
 
 // What was read is written, and read again the same.

@@ -1,5 +1,5 @@
-// server/descriptors.h: names of files and symbols that reflection is asked for.
-#include "server/descriptors.h"
+// server/handlers/descriptors.h: names of files and symbols that reflection is asked for.
+#include "server/handlers/descriptors.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-// server/http2_frames.h: bytes of a connection, in two pieces and as a whole, count the same.
-#include "server/http2_frames.h"
+// server/rpc/http2_frames.h: bytes of a connection, in two pieces and as a whole, count the same.
+#include "server/rpc/http2_frames.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-// server/items.h: AppendRequest and AttendRequest; every row of an item without an error may be read.
-#include "server/items.h"
+// server/handlers/items.h: AppendRequest and AttendRequest; every row of an item without an error may be read.
+#include "server/handlers/items.h"
 
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
-// server/jwt.h and jwks.h: key sets, tokens of any content, and claims of any content that are well signed.
-#include "server/jwt.h"
+// server/auth/jwt.h and jwks.h: key sets, tokens of any content, and claims of any content that are well signed.
+#include "server/auth/jwt.h"
 
 #include <openssl/evp.h>
 #include <stdio.h>
@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "server/jwks.h"
+#include "server/auth/jwks.h"
 #include "tests/fuzz/fuzz.h"
 
 enum { NOW = 1800000000, POINT = 32, SIGNATURE = 64, CLAIMS_MAX = 4096 };

@@ -28,10 +28,10 @@ LONG_BODY = "  use(1);\n" * 95
 
 # script, file, text that is appended to it, what must be said
 CASES = [
-    ("source.py", "engine/base/a.c", '#include "server/rpc.h"\n', "must not include server/rpc.h"),
+    ("source.py", "engine/base/a.c", '#include "server/rpc/rpc.h"\n', "must not include server/rpc/rpc.h"),
     ("source.py", "engine/codec/b.c", '#include "engine/cache/layer.h"\n', "must not include engine/cache/layer.h"),
     ("source.py", "storage/b.c", '#include "engine/codec/codec.h"\n', "must not include engine/codec/codec.h"),
-    ("source.py", "client/c/b.c", '#include "server/rpc.h"\n', "must not include server/rpc.h"),
+    ("source.py", "client/c/b.c", '#include "server/rpc/rpc.h"\n', "must not include server/rpc/rpc.h"),
     ("source.py", "client/c/b.c", '#include "engine/cache/store.h"\n', "must not include engine/cache/store.h"),
     ("source.py", "server/b.c", '#include "client/c/qkv.h"\n', "must not include client/c/qkv.h"),
     ("source.py", "engine/base/a.c", "#include <grpc/grpc.h>\n", "must not include grpc/grpc.h"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What our static libraries export begins with qkv: qkv_ (public), qkvi_ (between files), or a program's own name. The
-# server replaces functions of libraries on purpose (server/rpc_inspect.h).
+# server replaces functions of libraries on purpose (server/rpc/inspect.h).
 # Usage: symbols.sh BUILD
 set -euo pipefail
 failed=0

@@ -1,5 +1,5 @@
 // Frames are counted whatever pieces they come in, ordinary clients stay below the limits, and floods do not.
-#include "server/http2_frames.h"
+#include "server/rpc/http2_frames.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

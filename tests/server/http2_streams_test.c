@@ -1,5 +1,5 @@
 // Bytes of messages are held until the message is whole or its stream ends, whatever pieces they come in.
-#include "server/http2_streams.h"
+#include "server/rpc/http2_streams.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -10,7 +10,7 @@
 
 #include <cmocka.h>
 
-#include "server/http2_frames.h"
+#include "server/rpc/http2_frames.h"
 
 enum { DATA, HEADERS, RST_STREAM = 3, SETTINGS };
 enum { END_STREAM = 1, END_HEADERS = 4 };

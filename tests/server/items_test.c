@@ -1,5 +1,5 @@
 // Parsing of the requests that carry tensors: fields, views, places of errors, hostile bytes.
-#include "server/items.h"
+#include "server/handlers/items.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,5 +1,5 @@
 // Connections are counted by the sockets that are really open, in all and of each peer.
-#include "server/rpc_connections.h"
+#include "server/rpc/connections.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

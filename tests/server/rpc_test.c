@@ -1,4 +1,4 @@
-#include "server/rpc.h"
+#include "server/rpc/rpc.h"
 
 #include <grpc/grpc.h>
 #include <pthread.h>
@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "server/identity.h"
+#include "server/auth/identity.h"
 #include "tests/server/fixture.h"
 
 #include <cmocka.h>

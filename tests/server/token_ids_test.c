@@ -1,5 +1,5 @@
 // Token ids, packed or not, in messages cut anywhere.
-#include "server/token_ids.h"
+#include "server/handlers/token_ids.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -12,7 +12,7 @@
 
 #include "client/c/qkv.h"
 #include "qkv/v1/kv_cache.pb-c.h"
-#include "server/rpc.h"
+#include "server/rpc/rpc.h"
 #include "tests/server/fixture.h"
 
 // ---- the server ----

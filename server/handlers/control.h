@@ -1,0 +1,29 @@
+// Small messages, the ones without tensors: through protobuf-c.
+//
+// Threads: any, like the call they belong to.
+#ifndef QKV_SERVER_HANDLERS_CONTROL_H
+#define QKV_SERVER_HANDLERS_CONTROL_H
+
+#include <protobuf-c/protobuf-c.h>
+
+#include "engine/base/bytes.h"
+#include "server/rpc/rpc.h"
+
+#define QKVI_CONTROL_BYTES_MAX 1048576  // of a request without tensors
+
+// The unpacked request, which the caller frees with qkvi_control_free. NULL, with *error filled, where it is too
+// large, not a message of this type, or has a NUL inside a string: INVALID_ARGUMENT, "request is 2000000 bytes, at
+// most 1048576".
+void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
+// The same for messages that carry a file or packed ids: their bytes come on top, as large as the server takes
+// messages. A caller that expects ids checks their number first.
+void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
+void qkvi_control_free(void *request);
+
+// Answers with `response` and ends the call with OK.
+void qkvi_control_reply(qkv_rpc_call *call, const ProtobufCMessage *response);
+
+// Ends the call with the error's status and text.
+void qkvi_control_fail(qkv_rpc_call *call, const qkv_error *error);
+
+#endif

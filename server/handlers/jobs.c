@@ -1,0 +1,85 @@
+#include "server/handlers/jobs.h"
+
+#include <inttypes.h>
+
+#include "server/auth/identity.h"
+#include "server/daemon.h"
+#include "server/handlers/control.h"
+#include "server/residency/fold.h"
+
+qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error) {
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-queue is %" PRId64 " jobs, that many wait already",
+                  daemon->options->limit_queue);
+}
+
+qkv_work qkvi_work_of(qkvi_waits waits, bool bulk) {
+  if ((waits & QKVI_WAIT_DISK) != 0) return bulk ? QKV_WORK_BULK_BLOCKING : QKV_WORK_BLOCKING;
+  return bulk ? QKV_WORK_BULK : QKV_WORK_INTERACTIVE;
+}
+
+static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context,
+                         qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_share share = qkv_rpc_share(call);
+  share.urgent = urgent;
+  qkv_rpc_queued(call);
+  if (qkv_executor_submit_as(daemon->executor, work, &share, job, context) == QKV_OK) return QKV_OK;
+  return qkvi_queue_full(daemon, error);
+}
+
+qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error) {
+  return try_as(call, work, false, job, context, error);
+}
+
+void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
+  qkv_error error = {0};
+  if (try_as(call, qkvi_work_of(waits, false), true, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+}
+
+void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
+  qkv_error error = {0};
+  if (qkvi_job_try(call, qkvi_work_of(waits, false), job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+}
+
+void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_work work,
+                       qkv_job_fn *job) {
+  qkv_error error = {0};
+  void *request = qkvi_control_unpack(message, type, &error);
+  if (request == NULL) return qkvi_control_fail(call, &error);
+  qkv_rpc_set_state(call, request);
+  if (qkvi_job_try(call, work, job, call, &error) != QKV_OK) qkvi_control_fail(call, &error);
+}
+
+void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkvi_waits waits,
+                      qkv_job_fn *job) {
+  qkvi_request_work(call, message, type, qkvi_work_of(waits, false), job);
+}
+
+qkvi_waits qkvi_session_waits(const qkv_rpc_call *call) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  return daemon->residency != NULL ? QKVI_WAIT_LAYERS | QKVI_WAIT_DISK : QKVI_WAIT_LAYERS;
+}
+
+qkv_status qkvi_request_session(qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  QKV_TRY(qkv_name_check(name, "session", error));
+  qkv_rpc_name_session(call, name);
+  return qkv_store_session(daemon->store, qkvi_call_tenant(call), name, session, error);
+}
+
+qkv_status qkvi_request_layers(qkv_rpc_call *call, const char *name, qkv_session **session, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
+  QKV_TRY(qkvi_request_session(call, name, session, error));
+  const qkv_status status = qkvi_unfold(daemon->residency, call, *session, &waits, error);
+  if (status != QKV_OK) qkv_session_unref(session);
+  return status;
+}
+
+bool qkvi_job_wanted(qkv_rpc_call *call) {
+  qkv_rpc_dequeued(call);
+  if (!qkv_rpc_cancelled(call)) return true;
+  qkv_rpc_finish(call, QKV_CANCELLED, "the client has gone");
+  return false;
+}
