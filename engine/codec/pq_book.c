@@ -11,54 +11,34 @@
 #include "engine/codec/hadamard.h"
 #include "engine/codec/random.h"
 #include "engine/codec/schedule.h"
+#include "engine/kernel/kernel.h"
 
 enum {
   SAMPLES = 24576,
   ROUNDS = 20,
   DRAWN = 8192,  // rows from a calibration, and rounds of k-means on them
   DRAWN_ROUNDS = 8,
-  LANES = 4,
-  BLOCKS = QKV_PQ_POINTS / LANES,
   WIDTHS = QKV_DIM_MAX / QKV_BAND,
   SUB_WIDTHS = 3
 };
 
 static const uint64_t SEED = 0x5051626f6f6b;
 
-// LANES points at once; said to the compiler, which does not find it by itself.
-typedef float floats __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t integers __attribute__((vector_size(LANES * sizeof(int32_t))));
-
-static inline floats choose(integers mask, floats yes, floats no) {
-  return (floats)((mask & (integers)yes) | (~mask & (integers)no));
-}
-
 // Where a sub-vector's numbers begin, by kind.
 static size_t numbers_of(size_t width) {
   return (2 * width + 1) * QKV_PQ_POINTS;
 }
 
-static uint8_t nearest_of(const float *numbers, size_t width, const float *x) {
-  const floats *columns = (const floats *)(numbers + width * QKV_PQ_POINTS);
-  const floats *squares = (const floats *)(numbers + 2 * width * QKV_PQ_POINTS);
-  floats least = {INFINITY, INFINITY, INFINITY, INFINITY};
-  integers at = {0};
-  for (int32_t block = 0; block < BLOCKS; block++) {
-    floats far = squares[block];
-    for (size_t j = 0; j < width; j++) far -= x[j] * columns[j * BLOCKS + (size_t)block];
-    const integers nearer = far < least;
-    least = choose(nearer, far, least);
-    at = (nearer & block) | (~nearer & at);
-  }
-  int best = 0;
-  for (int i = 1; i < LANES; i++) {
-    if (least[i] < least[best] || (least[i] <= least[best] && at[i] < at[best])) best = i;
-  }
-  return (uint8_t)(at[best] * LANES + best);
+// Of x [n][width], with a sub-vector's numbers.
+static void find_nearest(const float *numbers, size_t width, const float *x, size_t n, uint8_t *codes) {
+  const float *columns = numbers + width * QKV_PQ_POINTS;
+  qkv_kernels_get()->nearest_points(columns, columns + width * QKV_PQ_POINTS, width, x, n, codes);
 }
 
 uint8_t qkv_pq_nearest(const qkv_pq_book *book, size_t sub, const float *x) {
-  return nearest_of(qkv_pq_points(book, sub), book->width, x);
+  uint8_t code;
+  find_nearest(qkv_pq_points(book, sub), book->width, x, 1, &code);
+  return code;
 }
 
 // ---- Training ----
@@ -126,8 +106,11 @@ static void seed(const training *of) {
 static void move(const training *of) {
   double sums[QKV_PQ_POINTS * QKV_PQ_WIDTH_MAX] = {0};
   uint32_t counts[QKV_PQ_POINTS] = {0};
+  uint8_t *codes = malloc(of->count);
+  if (codes == NULL) abort();
+  find_nearest(of->numbers, of->width, of->samples, of->count, codes);
   for (size_t i = 0; i < of->count; i++) {
-    const uint8_t p = nearest_of(of->numbers, of->width, of->samples + i * of->width);
+    const uint8_t p = codes[i];
     counts[p]++;
     for (size_t j = 0; j < of->width; j++) sums[p * of->width + j] += (double)of->samples[i * of->width + j];
   }
@@ -136,6 +119,7 @@ static void move(const training *of) {
     for (size_t j = 0; j < of->width; j++) mean[j] = (float)(sums[p * of->width + j] / counts[p]);
     if (counts[p] > 0) set_point(of, p, mean);
   }
+  free(codes);
 }
 
 static void train(const training *of, int rounds) {

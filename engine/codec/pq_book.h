@@ -22,9 +22,10 @@
 
 #include "engine/codec/calibration.h"
 #include "engine/codec/page.h"
+#include "engine/kernel/points.h"
 
-#define QKV_PQ_POINTS 256
-#define QKV_PQ_WIDTH_MAX 8
+#define QKV_PQ_POINTS QKV_POINTS
+#define QKV_PQ_WIDTH_MAX QKV_POINT_WIDTH_MAX
 
 typedef struct qkv_pq_book {
   size_t width;

@@ -18,6 +18,7 @@
 #include "engine/kernel/entries.h"
 #include "engine/kernel/integer.h"
 #include "engine/kernel/mix.h"
+#include "engine/kernel/points.h"
 
 // scores[n][64] = gain_t * sum_c queries[n][c] * value(code_tc).
 #define QKV_DECLARE_SCORES(name) void name(const qkv_page_codes *keys, const float *queries, size_t n, float *scores)
@@ -219,6 +220,7 @@ typedef struct qkv_kernels {
   QKV_DECLARE_MIX((*mix_integer));
   QKV_DECLARE_SCALE_FACTORS((*scale_factors));
   QKV_DECLARE_SUM_ENTRIES((*sum_entries));
+  QKV_DECLARE_NEAREST_POINTS((*nearest_points));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.

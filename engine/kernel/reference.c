@@ -332,4 +332,5 @@ const qkv_kernels qkvi_kernels_reference = {
     .mix_integer = qkvi_mix_integer_reference,
     .scale_factors = scale_factors_plain,
     .sum_entries = qkvi_sum_entries_reference,
+    .nearest_points = qkvi_nearest_points_reference,
 };

@@ -1,4 +1,4 @@
-// Products with plain codes, and sums of entries.
+// Products with plain codes, sums of entries, and nearest points.
 #include <stdlib.h>
 
 #include "tests/checkkern/checkkern.h"
@@ -88,9 +88,34 @@ static void check_sum_entries(checking *c, size_t rounds, input_kind kind) {
   free(entries);
 }
 
+// Some points are there twice: of equally near ones it is the first.
+static void check_nearest_points(checking *c, size_t width, input_kind kind) {
+  const page_part shape = {.schedule.dim = (uint16_t)width};
+  const size_t n = 1 + naive_below(&c->random, 40);
+  guarded columns = random_floats(c, kind, width * QKV_POINTS), squares = random_floats(c, kind, QKV_POINTS);
+  guarded x = random_floats(c, kind, n * width);
+  for (size_t i = 0; i < QKV_POINTS; i++) {
+    const size_t from = naive_below(&c->random, QKV_POINTS), to = naive_below(&c->random, QKV_POINTS);
+    float *numbers = (float *)columns.data;
+    for (size_t j = 0; j < width; j++) numbers[j * QKV_POINTS + to] = numbers[j * QKV_POINTS + from];
+    ((float *)squares.data)[to] = ((float *)squares.data)[from];
+  }
+  guarded expected = guarded_make(n), got = guarded_copy(&expected);
+  qkv_kernels_at(0)->nearest_points((float *)columns.data, (float *)squares.data, width, (float *)x.data, n,
+                                    expected.data);
+  c->variant->nearest_points((float *)columns.data, (float *)squares.data, width, (float *)x.data, n, got.data);
+  check_same(c, "nearest_points", &shape, n, &expected, &got);
+  guarded_free(&columns);
+  guarded_free(&squares);
+  guarded_free(&x);
+  guarded_free(&expected);
+  guarded_free(&got);
+}
+
 void check_mix(checking *c, uint16_t dim, input_kind kind) {
   const size_t n = 1 + naive_below(&c->random, 9), steps = 8 * (1 + naive_below(&c->random, 9));
   for (unsigned bits = 1; bits <= 8; bits++) check_mix_of(c, dim, steps, bits, n, kind);
   check_scale_factors(c, dim, n, kind);
   check_sum_entries(c, 1 + naive_below(&c->random, 4), kind);
+  check_nearest_points(c, 1 + naive_below(&c->random, QKV_POINT_WIDTH_MAX), kind);
 }

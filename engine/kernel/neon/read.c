@@ -267,4 +267,5 @@ const qkv_kernels VARIANT(qkvi_kernels) = {
     .mix_integer = qkvi_mix_integer_reference,
     .scale_factors = scale_factors_plain,
     .sum_entries = qkvi_sum_entries_reference,
+    .nearest_points = qkvi_nearest_points_reference,
 };

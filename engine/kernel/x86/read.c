@@ -313,4 +313,5 @@ const qkv_kernels VARIANT(qkvi_kernels) = {
     .mix_integer = VARIANT(qkvi_mix_integer),
     .scale_factors = VARIANT(qkvi_scale_factors),
     .sum_entries = VARIANT(qkvi_sum_entries),
+    .nearest_points = VARIANT(qkvi_nearest_points),
 };

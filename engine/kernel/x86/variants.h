@@ -44,5 +44,6 @@ QKV_DECLARE_MIX(VARIANT(qkvi_mix));
 QKV_DECLARE_MIX(VARIANT(qkvi_mix_integer));
 QKV_DECLARE_SCALE_FACTORS(VARIANT(qkvi_scale_factors));
 QKV_DECLARE_SUM_ENTRIES(VARIANT(qkvi_sum_entries));
+QKV_DECLARE_NEAREST_POINTS(VARIANT(qkvi_nearest_points));
 
 #endif
