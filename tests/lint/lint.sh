@@ -11,7 +11,7 @@ Usage: tests/lint/lint.sh [--build DIR] [--help]
 
 Checks: dependency direction by #include, banned functions, unfinished marks, paths of somebody's machine, blanks,
 length of files and functions, the top level, metric and option tables, clang-format, headers that compile
-alone, prefixes of exported symbols.
+alone, prefixes of exported symbols, texts that tests/mutants replaces.
 TEXT
 }
 
@@ -41,6 +41,10 @@ fi
 failed=0
 python3 "$here/source.py" . || failed=1
 python3 "$here/tables.py" . || failed=1
+mutants=$(python3 "$here/../mutants/mutants.py" --list) || {
+  grep -E ': (its text stands|there is no) ' <<<"$mutants" || true
+  failed=1
+}
 python3 "$here/headers.py" . "$build" || failed=1
 "$here/symbols.sh" "$build" || failed=1
 python3 "$here/source.py" --list-c . | xargs clang-format-14 --dry-run -Werror || failed=1

@@ -110,7 +110,7 @@ MUTANTS = [
     ("a fork keeps its parent's ids beyond its position", "engine/cache/session_tokens.c",
      "  if (position < fork->length) truncate_locked(fork, position);\n", "  (void)position;\n",
      "engine/cache/(session_fork|session_tokens)$"),
-    ("a truncation of forked rows is not written", "engine/cache/layer.c", " || position < layer->forked_to ||", " ||",
+    ("a truncation of forked rows is not written", "engine/cache/layer.c", " || from < layer->forked_to ||", " ||",
      "e2e/forks"),
     ("a fork keeps its limits after a crash", "server/residency/recovery.c",
      "  if (found->limits != NULL && found->limits[layer] > beyond) beyond = found->limits[layer];\n", "", "e2e/forks"),
@@ -306,28 +306,36 @@ def failed_test(tree, tests, seconds):
     return failed[0] if failed else "the run"
 
 
+def mismatch(tree, mutant):
+    """What is wrong with the mutant, or None."""
+    _, name, old, *_ = mutant
+    if not (tree / name).is_file():
+        return f"there is no {name}"
+    count = (tree / name).read_text().count(old)
+    return None if count == 1 else f"its text stands {count} times in {name}"
+
+
 def plant(tree, mutant):
     """What is wrong with the mutant, or None."""
     _, name, old, new, _ = mutant
-    path = tree / name
-    text = path.read_text()
-    if text.count(old) != 1:
-        return f"its text stands {text.count(old)} times in {name}"
-    path.write_text(text.replace(old, new))
+    if (wrong := mismatch(tree, mutant)) is not None:
+        return wrong
+    (tree / name).write_text((tree / name).read_text().replace(old, new))
     return None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="mutants whose name has this")
-    parser.add_argument("--list", action="store_true", help="names and files, nothing is built")
+    parser.add_argument("--list", action="store_true", help="names and files, and whether the texts are there; nothing is built")
     parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS", help="of a test, which then has failed")
     values = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if re.search(values.only, mutant[0])]
     if values.list:
+        wrong = {mutant[0]: mismatch(ROOT, mutant) for mutant in mutants}
         for name, path, *_ in mutants:
-            print(f"{path}: {name}")
-        return 0
+            print(f"{path}: {name}" + (f": {wrong[name]}" if wrong[name] else ""))
+        return 1 if any(wrong.values()) else 0
     caught = missed = errors = 0
     with tempfile.TemporaryDirectory(prefix="qkv-mutants-") as directory:
         tree = pathlib.Path(directory) / "tree"
