@@ -164,24 +164,43 @@ static bool same_kind(const qkv_kind *a, const qkv_kind *b) {
   return a->purpose == b->purpose && qkv_policy_equal(&a->policy, &b->policy);
 }
 
-// The rungs of the model's own policy and what was noted; [KINDS_MAX]. With the state's lock.
+static bool has_kind(const qkv_kind *kinds, size_t count, const qkv_kind *kind) {
+  for (size_t i = 0; i < count; i++) {
+    if (same_kind(&kinds[i], kind)) return true;
+  }
+  return false;
+}
+
+// The rungs of the model's own policy and what was noted, each once; [KINDS_MAX]. With the state's lock.
 static size_t list_kinds(const qkv_learner *learner, qkv_kind *kinds) {
   const size_t noted = learner->kinds_noted < QKV_LEARNER_KINDS ? learner->kinds_noted : QKV_LEARNER_KINDS;
-  size_t count = QKV_PROBATION_RUNGS;
-  qkv_probation_rungs(&learner->model->policy, kinds);
+  qkv_kind rungs[QKV_PROBATION_RUNGS];
+  size_t count = 0;
+  qkv_probation_rungs(&learner->model->policy, rungs);
+  for (size_t i = 0; i < QKV_PROBATION_RUNGS; i++) {
+    if (!has_kind(kinds, count, &rungs[i])) kinds[count++] = rungs[i];
+  }
   for (size_t i = 0; i < noted; i++) kinds[count++] = learner->kinds[i];
   return count;
+}
+
+// Whether any layer's codes are made with a calibration.
+static bool calibrates(const qkv_model *model, const qkv_policy *policy) {
+  bool any = qkv_policy_calibrates(policy, QKV_K);
+  for (uint32_t i = 0; i < model->override_count; i++) {
+    const qkv_policy *own = &model->overrides[i].policy;
+    any |= own->codec != NULL && qkv_policy_calibrates(own, QKV_K);
+  }
+  return any;
 }
 
 void qkv_learner_note_kind(qkv_learner *learner, const qkv_policy *policy, int purpose) {
   const qkv_kind kind = qkv_probation_kind(policy, (qkv_purpose)purpose);
   qkv_kind known[KINDS_MAX];
-  if (qkv_codec_is_exact(policy->codec)) return;
+  if (!calibrates(learner->model, policy)) return;
   lock_state(learner);
   const size_t count = list_kinds(learner, known);
-  size_t i = 0;
-  while (i < count && !same_kind(&known[i], &kind)) i++;
-  if (i == count) {
+  if (!has_kind(known, count, &kind)) {
     learner->kinds[learner->kinds_noted++ % QKV_LEARNER_KINDS] = kind;
     retry(learner);
   }

@@ -18,6 +18,8 @@ enum { CANDIDATE, DATA_FREE, SIDES };
 // Squared errors of one head's codes of one kind: by qkv_part, and both together.
 typedef struct measured {
   bool tried;
+  qkv_calibration_part uses[2];  // what the codes are made with, if it was tried; QKV_CALIBRATION_PARTS: nothing
+  double bits[2];                // that offsets are added to; 0: the codec has none
   double parts[2][SIDES], both[SIDES];
   double worst[2][SIDES];  // largest squared error of a row
   double square;           // of the outputs
@@ -35,6 +37,8 @@ typedef struct trial {
 // One layer and one kind at hand.
 typedef struct bench {
   const qkv_coder *coders[SIDES];
+  qkv_policy policy;  // the layer's
+  qkv_purpose purpose;
   const qkv_held *held;
   void *images[SIDES][QKV_HOLDOUT_PAGES];
   float *rows[SIDES][2];  // one head's, by part: [pages][64][dim]
@@ -67,38 +71,52 @@ qkv_holdout_shape qkv_probation_sample(const qkv_model *model) {
 
 // ---- Kinds ----
 
+// Bits that the policy's codecs do not have are not set.
+static void set_bits(qkv_policy *policy, double bits) {
+  const qkv_codec *values = policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  if (policy->codec->bits_valid(bits) && values->bits_valid(bits)) policy->bits_k = policy->bits_v = bits;
+}
+
 qkv_kind qkv_probation_kind(const qkv_policy *policy, qkv_purpose purpose) {
   qkv_kind kind = {.policy = *policy, .purpose = purpose};
   // Policy fields that no coder uses do not tell kinds apart.
   kind.policy.recent_window = 0;
   kind.policy.learn_said = kind.policy.learn = false;
   const double least = fmin(policy->bits_k, policy->bits_v), most = fmax(policy->bits_k, policy->bits_v);
-  if (least >= 1 && most <= 6) {
-    const bool many = least + most >= QKV_RUNG_MANY + QKV_RUNG_FEW;
-    kind.policy.bits_k = kind.policy.bits_v = many ? QKV_RUNG_MANY : QKV_RUNG_FEW;
-  }
+  if (least >= 1 && most <= 6)
+    set_bits(&kind.policy, least + most >= QKV_RUNG_MANY + QKV_RUNG_FEW ? QKV_RUNG_MANY : QKV_RUNG_FEW);
   return kind;
 }
 
 void qkv_probation_rungs(const qkv_policy *policy, qkv_kind rungs[QKV_PROBATION_RUNGS]) {
   for (size_t i = 0; i < QKV_PROBATION_RUNGS; i++) {
     rungs[i] = qkv_probation_kind(policy, i % 2 == 0 ? QKV_PURPOSE_ATTEND : QKV_PURPOSE_FETCH);
-    rungs[i].policy.bits_k = rungs[i].policy.bits_v = i < 2 ? QKV_RUNG_MANY : QKV_RUNG_FEW;
+    set_bits(&rungs[i].policy, i < 2 ? QKV_RUNG_MANY : QKV_RUNG_FEW);
   }
+}
+
+// What of a calibration codes of a layer's keys or values are made with.
+static qkv_calibration_part used_by(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                                    qkv_part part) {
+  const bool before_rope = policy->codec->part != NULL || purpose == QKV_PURPOSE_FETCH;
+  if (!qkv_policy_calibrates(policy, part)) return QKV_CALIBRATION_PARTS;
+  if (part == QKV_V) return QKV_PART_V;
+  return before_rope && model->rope.theta != 0 ? QKV_PART_K_ARCHIVE : QKV_PART_K_ATTEND;
 }
 
 // ---- Measuring ----
 
-static void bench_init(bench *made, const trial *all, const qkv_held *held, const qkv_coder *const coders[SIDES]) {
+// With the coders, the policy and the purpose set.
+static void bench_init(bench *made, const trial *all, const qkv_held *held) {
   const qkv_model *model = all->model;
   const size_t rows = (size_t)QKV_PAGE_TOKENS * model->kv_heads;
-  *made = (bench){.coders = {coders[CANDIDATE], coders[DATA_FREE]}, .held = held};
+  made->held = held;
   for (size_t page = 0; page < held->pages; page++) {
     const uint64_t end = held->positions[page] + QKV_PAGE_TOKENS;
     if (end > made->last) made->last = end;
   }
   for (size_t side = 0; side < SIDES; side++) {
-    const qkv_coder *coder = coders[side];
+    const qkv_coder *coder = made->coders[side];
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       made->rows[side][part] = block(QKV_HOLDOUT_PAGES * QKV_PAGE_TOKENS * dim_of(model, part) * sizeof(float));
     }
@@ -169,11 +187,13 @@ static qkv_probe *probe_head(const trial *all, const bench *at, uint32_t layer, 
   return probe;
 }
 
-// Whether heavy hitters' errors would be more than the bytes that they take as outliers make of all errors.
+// Whether heavy hitters' errors would be more than the bytes that they take as outliers make of all errors. Codecs
+// without heavy hitters have nothing against them.
 static bool heavy_pays(const trial *all, const bench *at, const qkv_probe *probe, uint16_t head) {
   const qkv_model *model = all->model;
   const qkv_held *held = at->held;
   const qkv_coder *coder = at->coders[CANDIDATE];
+  if (coder->codec->part != NULL) return true;
   const size_t tokens = held->pages * QKV_PAGE_TOKENS, stride = (size_t)model->kv_heads * model->key_dim;
   bool rows[QKV_HOLDOUT_PAGES * QKV_PAGE_TOKENS];
   size_t count = 0;
@@ -192,9 +212,13 @@ static void measure_head(const trial *all, const bench *at, uint32_t layer, uint
   const qkv_model *model = all->model;
   const size_t tokens = at->held->pages * QKV_PAGE_TOKENS;
   qkv_probe *probe = probe_head(all, at, layer, head);
-  out->tried = true;
+  *out = (measured){.tried = true};
   out->square = qkv_probe_square(probe);
   out->heavy_pays = heavy_pays(all, at, probe, head);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    out->uses[part] = used_by(model, &at->policy, at->purpose, part);
+    if (at->policy.codec->part == NULL) out->bits[part] = part == QKV_K ? at->policy.bits_k : at->policy.bits_v;
+  }
   for (size_t side = 0; side < SIDES; side++) {
     float *const *rows = at->rows[side];
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
@@ -213,17 +237,17 @@ static void measure_head(const trial *all, const bench *at, uint32_t layer, uint
 static qkv_status measure_layer(const trial *all, qkv_coding *const codings[SIDES], size_t kind, uint32_t layer,
                                 qkv_error *error) {
   const qkv_probation *what = all->what;
-  const qkv_coder *const coders[SIDES] = {qkv_coding_layer(codings[CANDIDATE], layer),
-                                          qkv_coding_layer(codings[DATA_FREE], layer)};
-  if (qkv_codec_is_exact(coders[CANDIDATE]->codec)) return QKV_OK;
+  bench at = {.coders = {qkv_coding_layer(codings[CANDIDATE], layer), qkv_coding_layer(codings[DATA_FREE], layer)},
+              .policy = qkv_model_policy(all->model, layer, &what->kinds[kind].policy),
+              .purpose = what->kinds[kind].purpose};
+  if (!qkv_policy_calibrates(&at.policy, QKV_K)) return QKV_OK;
   qkv_held held;
   what->hold(what->context, layer, true);
   qkv_holdout_copy(what->holdout, layer, &held);
   what->hold(what->context, layer, false);
   const bool gone = held.teaches && held.pages == 0;
   if (held.pages > 0) {
-    bench at;
-    bench_init(&at, all, &held, coders);
+    bench_init(&at, all, &held);
     for (uint16_t head = 0; head < all->model->kv_heads; head++) {
       measure_head(all, &at, layer, head, measured_at(all, kind, layer, head));
     }
@@ -258,10 +282,8 @@ static qkv_status measure_all(const trial *all, const qkv_calibration *candidate
 
 // ---- Judging ----
 
-static qkv_calibration_part part_of(const trial *all, size_t kind, qkv_part part) {
-  if (part == QKV_V) return QKV_PART_V;
-  const bool archive = all->what->kinds[kind].purpose == QKV_PURPOSE_FETCH && all->model->rope.theta != 0;
-  return archive ? QKV_PART_K_ARCHIVE : QKV_PART_K_ATTEND;
+static bool uses(const measured *of, qkv_part part) {
+  return of->tried && of->uses[part] != QKV_CALIBRATION_PARTS;
 }
 
 static bool is_better(const trial *all, const measured *of, qkv_part part) {
@@ -287,7 +309,7 @@ static void note_worst(const trial *all, size_t kind, uint32_t layer, uint32_t h
   worst->ratio = ratio;
   (void)snprintf(worst->text, QKV_PROBATION_REASON_MAX,
                  "layer %" PRIu32 ", KV head %" PRIu32 ", %s at %g/%g bits: attention error %.3g, data-free %.3g",
-                 layer, head, names[part_of(all, kind, part)], policy->bits_k, policy->bits_v, sqrt(candidate),
+                 layer, head, names[of->uses[part]], policy->bits_k, policy->bits_v, sqrt(candidate),
                  sqrt(data_free));
 }
 
@@ -301,15 +323,19 @@ static void judge_head(const trial *all, uint32_t layer, uint32_t head, worst_pa
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
     const measured *of = measured_at(all, kind, layer, head);
     *forget |= of->tried && !of->heavy_pays && !all->what->in_force;
-    for (qkv_part part = QKV_K; part <= QKV_V && of->tried; part++) {
-      drop[part_of(all, kind, part)] |= !is_better(all, of, part);
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      if (!uses(of, part)) continue;
+      drop[of->uses[part]] |= !is_better(all, of, part);
       note_worst(all, kind, layer, head, part, worst);
     }
   }
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
     const measured *of = measured_at(all, kind, layer, head);
-    bool *k = &drop[part_of(all, kind, QKV_K)], *v = &drop[QKV_PART_V];
-    if (of->tried && !*k && !*v && of->both[CANDIDATE] > worse * of->both[DATA_FREE]) *k = *v = true;
+    if (!uses(of, QKV_K) || drop[of->uses[QKV_K]] || !(of->both[CANDIDATE] > worse * of->both[DATA_FREE])) continue;
+    if (!uses(of, QKV_V))
+      drop[of->uses[QKV_K]] = true;
+    else if (!drop[QKV_PART_V])
+      drop[of->uses[QKV_K]] = drop[QKV_PART_V] = true;
   }
 }
 
@@ -331,8 +357,10 @@ static void count_parts(const trial *all, uint32_t layer, uint32_t head, qkv_ver
   const bool *drop = drop_at(all, layer, head);
   bool counted[QKV_CALIBRATION_PARTS] = {false};
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
-    if (!measured_at(all, kind, layer, head)->tried) continue;
-    counted[part_of(all, kind, QKV_K)] = counted[QKV_PART_V] = true;
+    const measured *of = measured_at(all, kind, layer, head);
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      if (uses(of, part)) counted[of->uses[part]] = true;
+    }
   }
   for (size_t part = 0; part < QKV_CALIBRATION_PARTS; part++) {
     verdict->parts += counted[part];
@@ -403,11 +431,11 @@ static qkv_bit_part bit_part(const trial *all, qkv_calibration_part part, uint32
   size_t count = 0;
   const qkv_part kv = part == QKV_PART_V ? QKV_V : QKV_K;
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
-    const double error = part_of(all, kind, kv) == part ? error_in_layer(all, kind, layer, head, kv) : 0;
-    const qkv_policy *policy = &all->what->kinds[kind].policy;
+    const measured *of = measured_at(all, kind, layer, head);
+    const double error = of->bits[kv] > 0 && of->uses[kv] == part ? error_in_layer(all, kind, layer, head, kv) : 0;
     if (!(error > 0)) continue;
     sum += log(error);
-    bits += kv == QKV_K ? policy->bits_k : policy->bits_v;
+    bits += of->bits[kv];
     count++;
   }
   return count > 0 ? (qkv_bit_part){.error = exp(sum / (double)count), .bits = bits / (double)count}

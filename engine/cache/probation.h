@@ -14,7 +14,7 @@
 // Where it is not, it gets the data-free transform; so one head that is unlike the others, or dead, does not cost the
 // rest. What is left is measured once more, as in the attend frame data-free keys are turned before they are coded
 // and so err by chance otherwise; where it is not better over all heads and kinds, or nothing is left, the candidate
-// is refused. Layers that do not teach are left as they are.
+// is refused. Layers that do not teach are left as they are. Codes that are made without a calibration say nothing.
 //
 // What is in force and is tried again has proved itself: a part falls back where it errs more than
 // QKV_PROBATION_STAYS times as much as the data-free code, and bits and heavy hitters stay. Otherwise trials, each on
@@ -53,7 +53,7 @@ typedef struct qkv_kind {
   qkv_purpose purpose;
 } qkv_kind;
 
-// The policy at QKV_RUNG_MANY and at QKV_RUNG_FEW bits, for both purposes.
+// The policy at QKV_RUNG_MANY and at QKV_RUNG_FEW bits, where its codecs have them, for both purposes.
 #define QKV_RUNG_MANY 4.0
 #define QKV_RUNG_FEW 2.0
 void qkv_probation_rungs(const qkv_policy *policy, qkv_kind rungs[QKV_PROBATION_RUNGS]);

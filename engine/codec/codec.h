@@ -165,6 +165,12 @@ static inline bool qkv_codec_is_exact(const qkv_codec *codec) {
   return codec->id == 0;
 }
 
+// Whether codes of keys or of values are made with a calibration, where there is one; the policy is resolved.
+static inline bool qkv_policy_calibrates(const qkv_policy *policy, qkv_part part) {
+  if (qkv_codec_is_exact(policy->codec) || !policy->codec->calibrated) return false;
+  return part == QKV_K || policy->codec_v == NULL || policy->codec_v->calibrated;
+}
+
 // A parameter as a policy says it for keys or for values, or its fallback.
 static inline uint32_t qkv_parameter_of(const qkv_policy *policy, qkv_part part, size_t i) {
   const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;

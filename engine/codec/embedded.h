@@ -4,6 +4,8 @@
 #ifndef QKV_ENGINE_CODEC_EMBEDDED_H
 #define QKV_ENGINE_CODEC_EMBEDDED_H
 
+#include <assert.h>
+
 #include "engine/codec/codec.h"
 #include "engine/codec/phases.h"
 #include "engine/codec/rebuild.h"
@@ -38,8 +40,9 @@ typedef struct qkv_embedded_coder {
   const qkv_head_coder *heads;    // [kv_heads]
 } qkv_embedded_coder;
 
-// A coder of this codec's.
+// A coder of this codec's (asserted).
 static inline const qkv_embedded_coder *qkv_embedded(const qkv_coder *coder) {
+  assert(coder->codec == &qkvi_codec_embedded);
   return (const qkv_embedded_coder *)coder;
 }
 

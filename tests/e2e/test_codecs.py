@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import Daemon
+from daemon import Daemon, wait_for
 from kv import TIMEOUT, Cache, attention, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
@@ -215,6 +215,22 @@ def test_codes_of_a_calibration(tmp_path, codec):
     with Daemon(*arguments) as daemon:
         cache.stub = daemon.stub()
         assert same(everything(cache), before)
+
+
+@pytest.mark.parametrize("own, others", [("pq", ""), ("commvq", ""), ("", "pq"), ("", "int8")])
+def test_a_calibration_that_is_learnt(own, others):
+    """Trials are of the codecs that the model and its sessions have."""
+    with Daemon("--calibrate-tokens", "1024") as daemon:
+        cache = Cache(daemon.stub(), "s", layers=1, key_dim=64, value_dim=64, recent_window=0,
+                      policy=POLICY(codec=own, bits_k=2, bits_v=2), rope=model_pb2.Rope(theta=10000))
+        if others:
+            cache.stub.OpenSession(kv.OpenSessionRequest(session="other", model=cache.model.name,
+                                                         policy=POLICY(codec=others)), timeout=TIMEOUT)
+        fall = np.exp(-np.arange(64) / 12).astype(np.float32)
+        cache.append(0, *(rows * fall + 0.3 for rows in cache.rows(1024)))
+        wait_for(lambda: daemon.metric("qkvd_calibrations_total") == 1, "no calibration is made")
+        cache.append(1024, *(rows * fall + 0.3 for rows in cache.rows(128)))
+        assert cache.info().calibration != 0
 
 
 def test_the_daemons_default(tmp_path):

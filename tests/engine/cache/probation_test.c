@@ -1,5 +1,6 @@
 // Calibrations on probation: whatever the traffic, what a store's models learn from it does not make attention worse
 // than the data-free code at the same bits.
+#include "engine/cache/probation.h"
 #include "engine/cache/store.h"
 #include "tests/engine/cache/fixture.h"
 
@@ -108,16 +109,13 @@ static void free_stream(stream *made) {
 
 // ---- Stores and sessions ----
 
-static qkv_store *make_store(double bits, uint64_t tokens, const qkv_model **model) {
-  const qkv_store_config config = {.memory_budget = 64 << 20,
-                                   .models_max = 4,
-                                   .sessions_max = 16,
-                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
-                                              .bits_k = bits,
-                                              .bits_v = bits,
-                                              .learn_said = true,
-                                              .learn = true},
-                                   .calibrate_tokens = tokens};
+static qkv_store *make_store_of(const qkv_codec *codec, double bits, uint64_t tokens, const qkv_model **model) {
+  const qkv_store_config config = {
+      .memory_budget = 64 << 20,
+      .models_max = 4,
+      .sessions_max = 16,
+      .policy = {.codec = codec, .bits_k = bits, .bits_v = bits, .learn_said = true, .learn = true},
+      .calibrate_tokens = tokens};
   const qkv_model said = {.name = "odd",
                           .layers = LAYERS,
                           .kv_heads = HEADS,
@@ -132,14 +130,24 @@ static qkv_store *make_store(double bits, uint64_t tokens, const qkv_model **mod
   return store;
 }
 
-static qkv_session *open_session(qkv_store *store, const char *name, qkv_purpose purpose, bool exact) {
+static qkv_store *make_store(double bits, uint64_t tokens, const qkv_model **model) {
+  return make_store_of(qkv_codec_by_id(QKV_CODEC_EMBEDDED), bits, tokens, model);
+}
+
+static qkv_session *open_session_of(qkv_store *store, const char *name, qkv_purpose purpose, const qkv_codec *codec,
+                                    const qkv_codec *codec_v) {
   qkv_session_config config = {.tenant = "default", .purpose = purpose, .policy = QKV_POLICY_UNSET};
   config.name = name;
-  if (exact) config.policy.codec = qkv_codec_by_name("exact");
+  config.policy.codec = codec;
+  config.policy.codec_v = codec_v;
   qkv_session *session = NULL;
   qkv_error error = {0};
   if (qkv_store_open(store, &config, "odd", &session, &error) != QKV_OK) fail_msg("%s", error.text);
   return session;
+}
+
+static qkv_session *open_session(qkv_store *store, const char *name, qkv_purpose purpose, bool exact) {
+  return open_session_of(store, name, purpose, exact ? qkv_codec_by_name("exact") : NULL, NULL);
 }
 
 static void close_session(qkv_store *store, qkv_session **session, const char *name) {
@@ -330,6 +338,71 @@ static void test_a_sudden_change(void **state) {
   }
 }
 
+// ---- Other codecs ----
+
+// Learns with `codec` as the model's own or, of a model that is coded as usual, a session's.
+static void learn_with(const qkv_codec *own, const qkv_codec *codec, const qkv_codec *codec_v, const char *what) {
+  const qkv_model *model;
+  ends seen = {0};
+  qkv_calibration_state state;
+  qkv_store *store = make_store_of(own, own->bits_valid(2) ? 2 : qkv_codec_bits_default(own), LEARN, &model);
+  for (qkv_purpose purpose = QKV_PURPOSE_ATTEND; purpose <= QKV_PURPOSE_FETCH && codec != NULL; purpose++) {
+    qkv_session *session = open_session_of(store, "other", purpose, codec, codec_v);
+    close_session(store, &session, "other");
+  }
+  teach(store, model, STRUCTURED, FED, 1, &seen);
+  qkv_learner_read_state(model->learner, &state);
+  print_message("%s: %d accepted, %d refused, %u of %u parts fell back; %.3g, data-free %.3g; %s\n", what,
+                seen.accepted, seen.refused, state.dropped, state.parts, state.error, state.data_free,
+                seen.last.text);
+  assert_int_equal(seen.accepted, own->calibrated ? 1 : 0);
+  assert_int_equal(seen.refused, 0);
+  // Codes that are made without a calibration have no say.
+  if (codec == NULL || !codec->calibrated) assert_true(own->part != NULL || state.dropped == 0);
+  qkv_store_destroy(&store);
+}
+
+static void test_rungs_have_bits_of_their_codecs(void **state) {
+  (void)state;
+  for (size_t k = 0; qkv_codec_at(k) != NULL; k++) {
+    for (size_t v = 0; qkv_codec_at(v) != NULL; v++) {
+      qkv_policy policy = QKV_POLICY_UNSET;
+      policy.codec = qkv_codec_at(k);
+      policy.codec_v = v != k ? qkv_codec_at(v) : NULL;
+      policy.bits_k = qkv_codec_bits_default(qkv_codec_at(k));
+      policy.bits_v = qkv_codec_bits_default(qkv_codec_at(v));
+      if (qkv_policy_check(&policy, NULL) != QKV_OK) continue;
+      qkv_kind kinds[QKV_PROBATION_RUNGS + 1];
+      qkv_error error = {0};
+      qkv_probation_rungs(&policy, kinds);
+      kinds[QKV_PROBATION_RUNGS] = qkv_probation_kind(&policy, QKV_PURPOSE_ATTEND);
+      for (size_t i = 0; i < QKV_PROBATION_RUNGS + 1; i++) {
+        if (qkv_policy_check(&kinds[i].policy, &error) != QKV_OK) fail_msg("kind %zu: %s", i, error.text);
+      }
+    }
+  }
+}
+
+static void test_models_of_other_codecs(void **state) {
+  (void)state;
+  for (size_t row = 0; qkv_codec_at(row) != NULL; row++) {
+    if (!qkv_codec_is_exact(qkv_codec_at(row))) learn_with(qkv_codec_at(row), NULL, NULL, qkv_codec_at(row)->name);
+  }
+}
+
+static void test_sessions_of_other_codecs(void **state) {
+  (void)state;
+  const qkv_codec *usual = qkv_codec_by_id(QKV_CODEC_EMBEDDED), *pq = qkv_codec_by_name("pq"),
+                  *kivi = qkv_codec_by_name("kivi");
+  char what[64];
+  for (size_t row = 0; qkv_codec_at(row) != NULL; row++) {
+    (void)snprintf(what, sizeof what, "a session of %s", qkv_codec_at(row)->name);
+    learn_with(usual, qkv_codec_at(row), NULL, what);
+  }
+  learn_with(usual, pq, kivi, "a session of pq and kivi");
+  learn_with(usual, kivi, pq, "a session of kivi and pq");
+}
+
 // ---- All at once ----
 
 typedef struct crowd {
@@ -418,6 +491,9 @@ int main(void) {
       cmocka_unit_test(test_sinks),
       cmocka_unit_test(test_noise),
       cmocka_unit_test(test_a_sudden_change),
+      cmocka_unit_test(test_rungs_have_bits_of_their_codecs),
+      cmocka_unit_test(test_models_of_other_codecs),
+      cmocka_unit_test(test_sessions_of_other_codecs),
       cmocka_unit_test(test_all_at_once),
   };
 #ifdef __SANITIZE_THREAD__
