@@ -262,7 +262,6 @@ void qkvi_segment_leave(qkv_storage *storage, qkvi_segment *segment);
 // A segment that takes a record of `extent` bytes, or NULL: then one is being made and qkvi_place is called again.
 qkvi_segment *qkvi_segment_for(qkv_storage *storage, uint64_t extent);
 void qkvi_segment_note(qkv_storage *storage, qkvi_segment *segment, const qkv_record_header *header);
-void qkvi_segment_become(qkv_storage *storage, qkvi_segment *segment, qkvi_segment_state state);
 void qkvi_segment_live(qkv_storage *storage, qkvi_segment *segment, int64_t bytes, int64_t records);
 // The segment takes no more records: seals it once everything in it is durable.
 void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment);

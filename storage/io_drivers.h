@@ -20,12 +20,6 @@ void qkvi_files_deinit(qkvi_files *files);
 // As those of qkv_io_driver.
 int qkvi_files_open(qkvi_files *files, const char *name, bool create, int *file);
 void qkvi_files_close(qkvi_files *files, int file);
-int qkvi_files_size(qkvi_files *files, int file, uint64_t *bytes);
-int qkvi_files_truncate(qkvi_files *files, int file, uint64_t bytes);
-int qkvi_files_rename(qkvi_files *files, const char *from, const char *to);
-int qkvi_files_remove(qkvi_files *files, const char *name);
-int qkvi_files_list(qkvi_files *files, void (*each)(void *context, const char *name), void *context);
-int qkvi_files_sync_directory(qkvi_files *files);
 // For file systems that cannot reserve: the length alone.
 int qkvi_files_extend(qkvi_files *files, int file, uint64_t bytes);
 

@@ -57,34 +57,49 @@ void qkvi_files_close(qkvi_files *files, int file) {
   files->slots[file] = -1;
 }
 
-int qkvi_files_size(qkvi_files *files, int file, uint64_t *bytes) {
+int qkvi_files_extend(qkvi_files *files, int file, uint64_t bytes) {
   struct stat info;
   if (fstat(files->slots[file], &info) != 0) return -errno;
+  if ((uint64_t)info.st_size >= bytes) return 0;
+  return ftruncate(files->slots[file], (off_t)bytes) == 0 ? 0 : -errno;
+}
+
+// ---- As a driver's functions ----
+
+static qkvi_files *files_of(void *self) {
+  return *(qkvi_files **)self;
+}
+
+static int open_file(void *self, const char *name, bool create, int *file) {
+  return qkvi_files_open(files_of(self), name, create, file);
+}
+
+static void close_file(void *self, int file) {
+  qkvi_files_close(files_of(self), file);
+}
+
+static int size_of(void *self, int file, uint64_t *bytes) {
+  struct stat info;
+  if (fstat(files_of(self)->slots[file], &info) != 0) return -errno;
   *bytes = (uint64_t)info.st_size;
   return 0;
 }
 
-int qkvi_files_truncate(qkvi_files *files, int file, uint64_t bytes) {
-  return ftruncate(files->slots[file], (off_t)bytes) == 0 ? 0 : -errno;
+static int truncate_file(void *self, int file, uint64_t bytes) {
+  return ftruncate(files_of(self)->slots[file], (off_t)bytes) == 0 ? 0 : -errno;
 }
 
-int qkvi_files_extend(qkvi_files *files, int file, uint64_t bytes) {
-  uint64_t now = 0;
-  const int result = qkvi_files_size(files, file, &now);
-  if (result != 0 || now >= bytes) return result;
-  return qkvi_files_truncate(files, file, bytes);
+static int rename_file(void *self, const char *from, const char *to) {
+  const int directory = files_of(self)->directory;
+  return renameat(directory, from, directory, to) == 0 ? 0 : -errno;
 }
 
-int qkvi_files_rename(qkvi_files *files, const char *from, const char *to) {
-  return renameat(files->directory, from, files->directory, to) == 0 ? 0 : -errno;
+static int remove_file(void *self, const char *name) {
+  return unlinkat(files_of(self)->directory, name, 0) == 0 ? 0 : -errno;
 }
 
-int qkvi_files_remove(qkvi_files *files, const char *name) {
-  return unlinkat(files->directory, name, 0) == 0 ? 0 : -errno;
-}
-
-int qkvi_files_list(qkvi_files *files, void (*each)(void *context, const char *name), void *context) {
-  const int descriptor = openat(files->directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+static int list_files(void *self, void (*each)(void *context, const char *name), void *context) {
+  const int descriptor = openat(files_of(self)->directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return -errno;
   DIR *listing = fdopendir(descriptor);
   if (listing == NULL) {
@@ -97,55 +112,17 @@ int qkvi_files_list(qkvi_files *files, void (*each)(void *context, const char *n
   return 0;
 }
 
-int qkvi_files_sync_directory(qkvi_files *files) {
-  return fsync(files->directory) == 0 ? 0 : -errno;
-}
-
-// ---- As a driver's functions ----
-
-static qkvi_files *files_of(void *self) {
-  return *(qkvi_files **)self;
-}
-
-static int driver_open(void *self, const char *name, bool create, int *file) {
-  return qkvi_files_open(files_of(self), name, create, file);
-}
-
-static void driver_close(void *self, int file) {
-  qkvi_files_close(files_of(self), file);
-}
-
-static int driver_size(void *self, int file, uint64_t *bytes) {
-  return qkvi_files_size(files_of(self), file, bytes);
-}
-
-static int driver_truncate(void *self, int file, uint64_t bytes) {
-  return qkvi_files_truncate(files_of(self), file, bytes);
-}
-
-static int driver_rename(void *self, const char *from, const char *to) {
-  return qkvi_files_rename(files_of(self), from, to);
-}
-
-static int driver_remove(void *self, const char *name) {
-  return qkvi_files_remove(files_of(self), name);
-}
-
-static int driver_list(void *self, void (*each)(void *context, const char *name), void *context) {
-  return qkvi_files_list(files_of(self), each, context);
-}
-
-static int driver_sync_directory(void *self) {
-  return qkvi_files_sync_directory(files_of(self));
+static int sync_directory(void *self) {
+  return fsync(files_of(self)->directory) == 0 ? 0 : -errno;
 }
 
 void qkvi_files_fill(qkv_io_driver *driver) {
-  driver->open = driver_open;
-  driver->close = driver_close;
-  driver->size = driver_size;
-  driver->truncate = driver_truncate;
-  driver->rename = driver_rename;
-  driver->remove = driver_remove;
-  driver->list = driver_list;
-  driver->sync_directory = driver_sync_directory;
+  driver->open = open_file;
+  driver->close = close_file;
+  driver->size = size_of;
+  driver->truncate = truncate_file;
+  driver->rename = rename_file;
+  driver->remove = remove_file;
+  driver->list = list_files;
+  driver->sync_directory = sync_directory;
 }

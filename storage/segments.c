@@ -160,14 +160,14 @@ void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment) {
   qkvi_segments_count_free(storage);
 }
 
-void qkvi_segment_become(qkv_storage *storage, qkvi_segment *segment, qkvi_segment_state state) {
+static void become(qkv_storage *storage, qkvi_segment *segment, qkvi_segment_state state) {
   pthread_mutex_lock(&storage->lock);
   segment->state = state;
   pthread_mutex_unlock(&storage->lock);
 }
 
 void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment) {
-  qkvi_segment_become(storage, segment, QKVI_SEGMENT_FAILED);
+  become(storage, segment, QKVI_SEGMENT_FAILED);
   if (storage->current == segment->slot) storage->current = QKVI_NO_SEGMENT;
   if (storage->spare == segment->slot) storage->spare = QKVI_NO_SEGMENT;
   qkvi_segments_count_free(storage);
@@ -175,7 +175,7 @@ void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment) {
 
 void qkvi_segment_retire(qkv_storage *storage, qkvi_segment *segment) {
   assert(segment->state == QKVI_SEGMENT_OPEN);
-  qkvi_segment_become(storage, segment, QKVI_SEGMENT_SEALING);
+  become(storage, segment, QKVI_SEGMENT_SEALING);
   if (storage->current == segment->slot) storage->current = QKVI_NO_SEGMENT;
   if (storage->spare == segment->slot) storage->spare = QKVI_NO_SEGMENT;
   qkvi_sync_segment(storage, segment);
@@ -201,7 +201,7 @@ static void prepare_done(qkv_storage *storage, qkvi_segment *segment, int error)
     prepare_failed(storage, error);
     return;
   }
-  qkvi_segment_become(storage, segment, QKVI_SEGMENT_OPEN);
+  become(storage, segment, QKVI_SEGMENT_OPEN);
   storage->no_spare = false;
   if (storage->current == QKVI_NO_SEGMENT) {
     storage->current = segment->slot;

@@ -53,10 +53,6 @@ uint8_t qkv_codebook_code(float x) {
   return look_up(x);
 }
 
-void qkv_codebook_codes(const float *row, float scale, size_t n, uint8_t *codes) {
-  for (size_t i = 0; i < n; i++) codes[i] = look_up(row[i] * scale);
-}
-
 // calibrate_test.c integrates them again.
 const double qkv_codebook_distortion[QKV_DEPTH_MAX + 1] = {1,        0.36338,  0.11821,  0.03475,  0.00957,
                                                            0.002610, 0.000732, 0.000171, 0.0000437};

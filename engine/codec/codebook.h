@@ -24,8 +24,6 @@
 // The code of `x` at QKV_DEPTH_MAX bits, 0 for the lowest cell to 255 for the highest; the code at depth b is
 // its top b bits. A value on a boundary belongs to the upper cell.
 uint8_t qkv_codebook_code(float x);
-// The codes of row[i] * scale for i < n.
-void qkv_codebook_codes(const float *row, float scale, size_t n, uint8_t *codes);
 
 // Centroid of a code (its `depth` most significant bits, 0 .. 2^depth - 1); depth 1 .. QKV_DEPTH_MAX.
 float qkv_codebook_value(unsigned depth, unsigned code);

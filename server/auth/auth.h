@@ -38,10 +38,9 @@ void qkvi_auth_destroy(qkvi_auth **auth);
 // `changed` says whether it was read.
 qkv_status qkvi_auth_reload(qkvi_auth *auth, bool always, bool *changed, qkv_error *error);
 
-// What the token may do, or the subject of a JWT. UNAUTHENTICATED: it is not known, or has expired. The time this
-// takes does not depend on how much of a known token matches.
-qkv_status qkvi_auth_token(qkvi_auth *auth, const void *token, size_t bytes, qkvi_grant *grant, qkv_error *error);
-// The same for the value of an Authorization header: "Bearer TOKEN".
+// What the token, or the subject of the JWT, in the value of an Authorization header may do: "Bearer TOKEN".
+// UNAUTHENTICATED: it is not known, or has expired. The time this takes does not depend on how much of a known token
+// matches.
 qkv_status qkvi_auth_bearer(qkvi_auth *auth, const char *value, size_t bytes, qkvi_grant *grant, qkv_error *error);
 // What a client may do whose certificate has been verified and has this name; `kind` is "CN" or "SAN".
 // UNAUTHENTICATED: it is not known, or has expired; `known` says which.

@@ -70,7 +70,8 @@ static bool process_of(int fd, struct ucred *process) {
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, process, &size) == 0;
 }
 
-bool qkvi_peer_process(grpc_call *call, struct ucred *process) {
+// Credentials of the process at a unix socket when it connected, by the kernel.
+static bool peer_process(grpc_call *call, struct ucred *process) {
   return process_of(descriptor_of(call), process);
 }
 
@@ -115,7 +116,7 @@ static qkv_status find_grant(const qkvi_identity_rules *rules, grpc_call *call, 
                             GRPC_SLICE_LENGTH(*authorization), grant, error);
   qkv_status status = read_certificate(rules->auth, call, &shown, grant, error);
   if (shown) return status;
-  const bool local = qkvi_peer_process(call, &process);
+  const bool local = peer_process(call, &process);
   bool known = false;
   if (local) status = qkvi_auth_process(rules->auth, process.uid, process.gid, grant, &known, error);
   if (known) return status;
@@ -240,13 +241,9 @@ void qkvi_peer_write(grpc_call *call, char *text, size_t bytes) {
 
 bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user) {
   struct ucred process;
-  if (!qkvi_peer_process(call->grpc, &process)) return false;
+  if (!peer_process(call->grpc, &process)) return false;
   *user = process.uid;
   return true;
-}
-
-void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes) {
-  qkvi_peer_write(call->grpc, text, bytes);
 }
 
 const char *qkvi_tenant_to_log(const char *tenant) {

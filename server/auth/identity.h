@@ -55,15 +55,12 @@ bool qkvi_call_is_bound(const qkv_rpc_call *call);
 // one.
 const char *qkvi_tenant_to_log(const char *tenant);
 
-// Where the call came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone". Allocates.
-void qkvi_call_peer(const qkv_rpc_call *call, char *text, size_t bytes);
-// The same for gRPC's call, and for a socket.
+// Where a call, or a socket, came from, for logs: "127.0.0.1:41234", "unix, process 17 of user 1000", or "gone".
+// Allocates.
 void qkvi_peer_write(grpc_call *call, char *text, size_t bytes);
 void qkvi_socket_peer_write(int fd, char *text, size_t bytes);
-// Credentials of the process at a unix socket when it connected, by the kernel. False: the call did not come by a
-// unix socket.
-bool qkvi_peer_process(grpc_call *call, struct ucred *process);
-// Its user.
+// The user of the process at a unix socket when it connected, by the kernel. False: the call did not come by a unix
+// socket.
 bool qkvi_call_user(const qkv_rpc_call *call, uid_t *user);
 
 #endif

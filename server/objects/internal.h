@@ -78,11 +78,8 @@ qkvi_object *qkvi_objects_look_up(const qkvi_objects *objects, const char *tenan
 void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object);
 // The same, and on the SSD; `done` as of qkv_storage_session_close.
 void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_done_fn *done, void *context);
-void qkvi_objects_use(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object);
-// The result of the entry in the journal; `status` is the storage's.
-void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status);
 // Whether a part is durable; one that is not being written is put.
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part);
 // Its records no longer count for its tenant: it is being deleted.

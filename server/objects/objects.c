@@ -255,7 +255,7 @@ void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_d
   qkvi_objects_remove(objects, object);
 }
 
-void qkvi_objects_use(qkvi_objects *objects, qkvi_object *object) {
+static void use(qkvi_objects *objects, qkvi_object *object) {
   const bool warm = object->prev_warm != NULL;
   remove_warm(objects, object);
   object->used_ms = qkvi_now_ms();
@@ -269,7 +269,7 @@ qkvi_object *qkvi_objects_find(qkvi_objects *objects, const char *tenant, const 
   qkvi_objects_lock(objects);
   qkvi_object *found = qkvi_objects_look_up(objects, tenant, name);
   if (found != NULL) found->references++;
-  if (found != NULL && touch) qkvi_objects_use(objects, found);
+  if (found != NULL && touch) use(objects, found);
   qkvi_objects_unlock(objects);
   return found;
 }
@@ -308,7 +308,7 @@ static qkv_status publish(qkvi_objects *objects, qkvi_object *object, bool repla
   if (object->number != 0) QKV_TRY(qkvi_object_journal(objects, object, wait, error));
   if (old != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
   if (object->number != 0) object->entry = QKVI_ENTRY_UNDER_WAY;
-  qkvi_objects_use(objects, object);
+  use(objects, object);
   qkvi_objects_publish_found(objects, object);
   qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_PUT], 1);
   return QKV_OK;
@@ -350,7 +350,7 @@ qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, 
     qkvi_objects_unlock(objects);
     return status == QKV_OK && sync ? qkvi_object_await_journal(objects, object, &wait, error) : status;
   }
-  qkvi_objects_use(objects, held);
+  use(objects, held);
   held->references++;
   qkvi_objects_unlock(objects);
   const qkv_status status = sync ? qkvi_object_sync(objects, call, held, error) : QKV_OK;

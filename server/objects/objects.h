@@ -53,9 +53,8 @@ void qkvi_objects_destroy(qkvi_objects **objects);
 
 // ---- One object ----
 
-// Bytes of memory-budget that an object of so many bytes takes by itself, and that one of its parts takes.
+// Bytes of memory-budget that an object of so many bytes takes by itself, without its parts.
 uint64_t qkvi_object_fixed_cost(uint64_t bytes);
-uint64_t qkvi_object_part_cost(uint64_t bytes);
 size_t qkvi_object_parts(uint64_t bytes);
 uint64_t qkvi_object_part_bytes(const qkvi_object *object, size_t part);
 const qkvi_object_config *qkvi_object_config_of(const qkvi_object *object);

@@ -27,7 +27,7 @@ static void settle_one(qkvi_objects *objects, qkvi_object *object) {
 
 // The first failure is logged; the entry is tried again with what else is not durable. A caller that deletes the
 // object meanwhile has journaled that behind it.
-void qkvi_object_journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status) {
+static void journaled(qkvi_objects *objects, qkvi_object *object, qkv_status status) {
   const bool failed = status != QKV_OK, was_failed = object->entry == QKVI_ENTRY_FAILED;
   object->retrying = false;
   object->entry = failed ? QKVI_ENTRY_FAILED : QKVI_ENTRY_DURABLE;
@@ -55,7 +55,7 @@ static void on_entry(void *context, qkv_status status) {
   qkvi_objects *objects = note->objects;
   qkvi_residency *residency = objects->residency;
   qkvi_objects_lock(objects);
-  qkvi_object_journaled(objects, note->object, status);
+  journaled(objects, note->object, status);
   qkvi_objects_release(objects, note->object);
   qkvi_objects_unlock(objects);
   free(note);
@@ -184,7 +184,7 @@ qkv_status qkvi_object_await_journal(qkvi_objects *objects, qkvi_object *object,
                                      qkv_error *error) {
   const qkv_status status = qkvi_catalogue_finish_wait(wait, NULL);
   qkvi_objects_lock(objects);
-  qkvi_object_journaled(objects, object, status);
+  journaled(objects, object, status);
   qkvi_objects_unlock(objects);
   if (status == QKV_OK) return QKV_OK;
   atomic_store_explicit(&objects->residency->unsettled, true, memory_order_relaxed);

@@ -33,8 +33,9 @@ qkv_status qkvi_catalogue_finish_wait(qkvi_journal_wait *wait, qkv_error *error)
                   wait->status == QKV_RESOURCE_EXHAUSTED ? "is full" : "failed");
 }
 
-qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,
-                                  const void *payload, uint64_t bytes, qkv_error *error) {
+// Writes an entry and waits until it is durable.
+static qkv_status journal_entry(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,
+                                const void *payload, uint64_t bytes, qkv_error *error) {
   qkvi_journal_wait wait = {.residency = residency};
   QKV_TRY(qkv_storage_journal(residency->storage, kind, session, payload, bytes, qkvi_catalogue_on_journal, &wait,
                               error));
@@ -170,7 +171,7 @@ static qkv_status journal_model(qkvi_residency *residency, const qkv_model *mode
   uint8_t *payload = malloc(bytes + 1);
   if (payload == NULL) abort();
   (void)qkv__v1__model__pack(&message.model, payload);
-  const qkv_status status = qkvi_catalogue_journal(residency, QKV_JOURNAL_MODEL, 0, payload, bytes, error);
+  const qkv_status status = journal_entry(residency, QKV_JOURNAL_MODEL, 0, payload, bytes, error);
   free(payload);
   qkvi_model_message_clear(&message);
   if (status != QKV_OK) return status;
@@ -240,7 +241,7 @@ static qkv_status journal_info(qkvi_residency *residency, qkv_journal_kind kind,
                                qkv_error *error) {
   size_t bytes;
   uint8_t *payload = pack_info(info, &bytes);
-  const qkv_status status = qkvi_catalogue_journal(residency, kind, info->config.id, payload, bytes, error);
+  const qkv_status status = journal_entry(residency, kind, info->config.id, payload, bytes, error);
   free(payload);
   return status;
 }

@@ -266,9 +266,6 @@ bool qkvi_closes_waiting(qkvi_residency *residency);
 // At the end of the residency.
 void qkvi_closes_drop(qkvi_residency *residency);
 
-// Writes an entry and waits until it is durable.
-qkv_status qkvi_catalogue_journal(qkvi_residency *residency, qkv_journal_kind kind, uint64_t session,
-                                  const void *payload, uint64_t bytes, qkv_error *error);
 // Truncates what was put of a layer up to now to `position`, for good.
 void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t layer, uint64_t position);
 

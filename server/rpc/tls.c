@@ -158,7 +158,7 @@ static grpc_ssl_certificate_config_reload_status fetch(void *context, grpc_ssl_s
   return status;
 }
 
-grpc_server_credentials *qkvi_tls_credentials(qkvi_tls *tls) {
+static grpc_server_credentials *credentials_of(qkvi_tls *tls) {
   const grpc_ssl_client_certificate_request_type request =
       tls->paths[CLIENT_CA] != NULL ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
                                     : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE;
@@ -202,7 +202,7 @@ grpc_arg qkvi_tls_port_argument(qkvi_tls_port *port) {
 
 qkv_status qkvi_tls_add_port(grpc_server *server, qkvi_tls *tls, qkvi_tls_port *port, qkv_error *error) {
   if (strcmp(grpc_version_string(), GRPC_KNOWN) == 0) {
-    grpc_server_credentials *credentials = qkvi_tls_credentials(tls);
+    grpc_server_credentials *credentials = credentials_of(tls);
     (void)grpc_server_add_http2_port(server, PORT_NAME, credentials);
     grpc_server_credentials_release(credentials);
     if (port->handler != NULL) return QKV_OK;

@@ -26,9 +26,6 @@ qkv_status qkvi_tls_reload(qkvi_tls *tls, bool always, bool *changed, qkv_error 
 // Unix time at which the daemon's own certificate ends, the first one of its file.
 int64_t qkvi_tls_expires(const qkvi_tls *tls);
 
-// For one server; the caller releases them.
-grpc_server_credentials *qkvi_tls_credentials(qkvi_tls *tls);
-
 // ---- Connections that we accept ----
 
 // gRPC's secure ports accept by themselves, and 1.51 stops listening for good when no file descriptor is left. So we
