@@ -118,7 +118,8 @@ bool qkvi_learner_wants(const qkv_learner *learner) {
 
 bool qkvi_learner_samples(const qkv_learner *learner) {
   return qkvi_learner_wants(learner) || atomic_load_explicit(&learner->pending, memory_order_relaxed) ||
-         atomic_load_explicit(&learner->retry, memory_order_relaxed);
+         atomic_load_explicit(&learner->retry, memory_order_relaxed) ||
+         atomic_load_explicit(&learner->trying, memory_order_relaxed);
 }
 
 // ---- Teaching ----

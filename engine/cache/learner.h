@@ -23,7 +23,8 @@
 // calibration stays in force until then.
 //
 // All sessions of a model teach one learner, whatever their tenant, but for those whose policy keeps out. Layers that
-// stay exact, or are kept out by the model's own policy, are not waited for; their part is the data-free code.
+// stay exact, that the model codes without a calibration, or that its own policy keeps out, are not waited for; their
+// part is the data-free code.
 //
 // Moments and the sample take memory when the first page teaches them (qkv_moments_bytes: 100 MB for 32 layers with 8
 // heads of 128; qkv_holdout_page_bytes: 50 MB), out of the budget for KV; where that is full, nothing is learnt or
@@ -132,8 +133,8 @@ typedef struct qkv_learner_outcome {
 bool qkv_learner_due(const qkv_learner *learner);
 // The most memory that it takes until it is done.
 uint64_t qkv_learner_cost(const qkv_learner *learner);
-// Does what is due; takes seconds for a large model. One at a time. After a failure it is due again after as many
-// tokens more.
+// Does what is due; takes seconds for a large model. One at a time. After a failure a calibration is due again after
+// as many tokens more, a trial after some pages more.
 void qkv_learner_run(qkv_learner *learner, qkv_learner_outcome *outcome);
 
 // ---- What is known ----

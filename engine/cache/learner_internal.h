@@ -50,6 +50,7 @@ struct qkv_learner {
   _Atomic bool brought;  // in force or on trial
   _Atomic bool pending;  // one is on trial
   _Atomic bool retry;    // the one in force is to be tried
+  _Atomic bool trying;   // it is being tried: the sample is needed, though `retry` may be off
   _Atomic bool renew;    // the sample is to be begun anew
   _Atomic bool notice;   // a withdrawal is to be reported
 
@@ -68,9 +69,11 @@ struct qkv_learner {
   uint32_t offered;                  // version that was brought last; 0: none
   qkv_calibration_source offered_from;
   uint32_t withdrawn;  // version
+  uint32_t failures;   // of trials, in a row; without the lock, of the thread that runs
   qkv_kind kinds[QKV_LEARNER_KINDS];
   size_t kinds_noted;
-  bool rope_looked;  // by the thread that runs
+  _Atomic uint64_t try_at;  // pages, before which nothing is tried
+  bool rope_looked;         // by the thread that runs
 };
 
 // All layers, in their order.

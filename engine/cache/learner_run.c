@@ -11,7 +11,13 @@
 #include "engine/codec/calibrate.h"
 #include "engine/codec/rope_check.h"
 
-enum { KINDS_MAX = QKV_LEARNER_KINDS + QKV_PROBATION_RUNGS, ROPE_LAYERS = 8, ROPE_HEADS = 4 };
+enum {
+  KINDS_MAX = QKV_LEARNER_KINDS + QKV_PROBATION_RUNGS,
+  ROPE_LAYERS = 8,
+  ROPE_HEADS = 4,
+  TRY_AFTER = 64,     // pages, counted over all layers, after a trial that failed,
+  TRY_DOUBLINGS = 6,  // twice as many after each failure that follows, up to so often
+};
 
 static int64_t now_unix_ms(void) {
   struct timespec now;
@@ -312,6 +318,17 @@ static void conclude(qkv_learner *learner, const tried *candidate, const qkv_cal
   }
 }
 
+// After a trial, with its status. One that failed is repeated, but not at once.
+static void put_off(qkv_learner *learner, qkv_status status, qkv_learner_outcome *outcome) {
+  if (status == QKV_OK) {
+    learner->failures = 0;
+    return;
+  }
+  outcome->end = QKV_LEARNER_FAILED;
+  const uint32_t doublings = learner->failures < TRY_DOUBLINGS ? learner->failures++ : TRY_DOUBLINGS;
+  atomic_store(&learner->try_at, atomic_load(&learner->pages) + ((uint64_t)TRY_AFTER << doublings));
+}
+
 static void try_brought(qkv_learner *learner, qkv_learner_outcome *outcome) {
   qkv_verdict verdict;
   const qkv_calibration *accepted = NULL, *candidate = qkv_learner_on_trial(learner);
@@ -327,7 +344,7 @@ static void try_brought(qkv_learner *learner, qkv_learner_outcome *outcome) {
     publish(learner);
   }
   unlock_state(learner);
-  if (status != QKV_OK) outcome->end = QKV_LEARNER_FAILED;
+  put_off(learner, status, outcome);
   qkv_calibration_unref(&accepted);
   qkv_calibration_unref(&candidate);
   qkvi_learner_settle(learner);
@@ -336,6 +353,7 @@ static void try_brought(qkv_learner *learner, qkv_learner_outcome *outcome) {
 static void try_again(qkv_learner *learner, qkv_learner_outcome *outcome) {
   qkv_verdict verdict;
   const qkv_calibration *accepted = NULL, *candidate = qkv_calibration_slot_get(learner->slot);
+  atomic_store(&learner->trying, true);
   atomic_store(&learner->retry, false);
   if (candidate == NULL) return;
   const tried one = tried_of(candidate);
@@ -347,6 +365,7 @@ static void try_again(qkv_learner *learner, qkv_learner_outcome *outcome) {
   const bool same = state->version == version && !state->trusted, left = accepted != NULL;
   outcome->source = state->source;
   bool changed = false;
+  if (status != QKV_OK && same) retry(learner);
   if (status == QKV_OK && same && left && qkv_calibration_version(accepted) != version) {
     conclude(learner, &one, accepted, state->source, &verdict, outcome);
     changed = true;
@@ -361,7 +380,7 @@ static void try_again(qkv_learner *learner, qkv_learner_outcome *outcome) {
     changed = true;
   }
   unlock_state(learner);
-  if (status != QKV_OK) outcome->end = QKV_LEARNER_FAILED;
+  put_off(learner, status, outcome);
   qkv_calibration_unref(&accepted);
   qkv_calibration_unref(&candidate);
   if (changed) qkvi_learner_settle(learner);
@@ -445,7 +464,7 @@ static bool learning_due(const qkv_learner *learner) {
 
 static bool trial_due(const qkv_learner *learner) {
   return (atomic_load(&learner->pending) || atomic_load(&learner->retry)) && !atomic_load(&learner->renew) &&
-         is_ready(learner);
+         atomic_load(&learner->pages) >= atomic_load(&learner->try_at) && is_ready(learner);
 }
 
 bool qkv_learner_due(const qkv_learner *learner) {
@@ -482,6 +501,7 @@ void qkv_learner_run(qkv_learner *learner, qkv_learner_outcome *outcome) {
   } else {
     learn(learner, outcome);
   }
+  atomic_store(&learner->trying, false);
   qkvi_learner_drop_sample(learner);
   atomic_store(&learner->running, false);
 }

@@ -153,8 +153,8 @@ static qkv_learner *create_learner(qkv_store *store, const qkv_model *model) {
   for (uint32_t i = 0; i < model->layers; i++) {
     const qkv_layer_override *override = qkv_model_override(model, i);
     const qkv_policy *own = override != NULL ? &override->policy : NULL;
-    teaches[i] =
-        own == NULL || !((own->codec != NULL && qkv_codec_is_exact(own->codec)) || (own->learn_said && !own->learn));
+    teaches[i] = own == NULL ||
+                 ((own->codec == NULL || qkv_policy_calibrates(own, QKV_K)) && (!own->learn_said || own->learn));
     any |= teaches[i];
   }
   if (!any) return NULL;

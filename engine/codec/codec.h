@@ -165,7 +165,7 @@ static inline bool qkv_codec_is_exact(const qkv_codec *codec) {
   return codec->id == 0;
 }
 
-// Whether codes of keys or of values are made with a calibration, where there is one; the policy is resolved.
+// Whether codes of keys or of values are made with a calibration, where there is one. The policy has a codec.
 static inline bool qkv_policy_calibrates(const qkv_policy *policy, qkv_part part) {
   if (qkv_codec_is_exact(policy->codec) || !policy->codec->calibrated) return false;
   return part == QKV_K || policy->codec_v == NULL || policy->codec_v->calibrated;

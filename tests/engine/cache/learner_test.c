@@ -317,16 +317,18 @@ static void test_no_headroom_to_learn(void **state) {
   qkv_store_destroy(&store);
 }
 
-// Layers that stay exact have no pages, and those that the model keeps out teach nothing: neither is waited for.
+// Layers that stay exact have no pages, and those that the model keeps out, or gives a codec that uses no
+// calibration, teach nothing: none of them is waited for.
 static void test_only_teachers_are_waited_for(void **state) {
   (void)state;
-  for (int way = 0; way < 2; way++) {
+  static const char *const codecs[] = {"exact", "int8", NULL};
+  for (size_t way = 0; way < sizeof codecs / sizeof *codecs; way++) {
     const qkv_model *model;
     int runs = 0;
     uint32_t version;
     qkv_layer_override override = {.layer = 0, .policy = QKV_POLICY_UNSET};
-    if (way == 0) override.policy.codec = qkv_codec_by_name("exact");
-    override.policy.learn_said = way == 1;
+    if (codecs[way] != NULL) override.policy.codec = qkv_codec_by_name(codecs[way]);
+    override.policy.learn_said = codecs[way] == NULL;
     qkv_store *store = make_store_with(64 << 20, FIRST, &override, 1, &model);
     qkv_session *session = open_session(store, "s", true);
     sequence rows = structured_rows(model, TOKENS, 10);
@@ -477,6 +479,88 @@ static void test_one_that_failed_is_due_again(void **state) {
   qkv_store_destroy(&store);
 }
 
+// A calibration, learnt from these rows.
+static const qkv_calibration *learnt_from(uint64_t seed) {
+  const qkv_model *model;
+  int runs = 0;
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  sequence rows = structured_rows(model, TOKENS, seed);
+  feed(store, &rows);
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  const qkv_calibration *learnt = qkv_calibration_slot_get(model->calibration);
+  assert_non_null(learnt);
+  free_sequence(&rows);
+  qkv_store_destroy(&store);
+  return learnt;
+}
+
+// A trial of the calibration in force that failed is repeated, each time after twice as many pages.
+static void test_a_trial_that_failed_is_due_again(void **state) {
+  (void)state;
+  enum { PAGES = LAYERS * TOKENS / QKV_PAGE_TOKENS };  // of one that is fed
+  const qkv_model *model;
+  int runs = 0;
+  qkv_learner_outcome outcome;
+  const qkv_calibration *learnt = learnt_from(20);
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  sequence rows = structured_rows(model, TOKENS, 20);
+  assert_int_equal(qkv_model_calibrate(model, learnt, QKV_CALIBRATION_STORED, false, NULL), QKV_OK);
+  for (int i = 0; i < 8; i++) feed(store, &rows);  // until there has been no query for long enough
+  assert_true(qkv_learner_due(model->learner));
+  for (int after = 64; after <= 256; after *= 2) {
+    atomic_store(&model->learner->stopped, true);
+    qkv_learner_run(model->learner, &outcome);
+    assert_int_equal(outcome.end, QKV_LEARNER_FAILED);
+    atomic_store(&model->learner->stopped, false);
+    for (int fed = 0; fed < after / PAGES; fed++) {
+      assert_false(qkv_learner_due(model->learner));
+      feed(store, &rows);
+    }
+    assert_true(qkv_learner_due(model->learner));
+  }
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  assert_int_equal(runs, 1);
+  assert_false(qkv_learner_due(model->learner));
+  assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
+  free_sequence(&rows);
+  qkv_calibration_unref(&learnt);
+  qkv_store_destroy(&store);
+}
+
+typedef struct feeding {
+  qkv_store *store;
+  const sequence *rows;
+  _Atomic bool stop;
+} feeding;
+
+static void *feed_on(void *context) {
+  feeding *on = context;
+  while (!atomic_load(&on->stop)) feed(on->store, on->rows);
+  return NULL;
+}
+
+// Traffic does not take the sample from under a trial of the calibration in force.
+static void test_trials_beneath_traffic(void **state) {
+  (void)state;
+  enum { TRIALS = 20 };
+  const qkv_model *model;
+  const qkv_calibration *learnt = learnt_from(21);
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  sequence rows = structured_rows(model, TOKENS, 21);
+  feeding on = {.store = store, .rows = &rows};
+  pthread_t feeds;
+  assert_int_equal(qkv_model_calibrate(model, learnt, QKV_CALIBRATION_STORED, false, NULL), QKV_OK);
+  assert_int_equal(pthread_create(&feeds, NULL, feed_on, &on), 0);
+  for (int runs = 0; runs < TRIALS;) {
+    if (qkv_store_learn(store, NULL, count_runs, &runs)) qkvi_learner_retry(model->learner);
+  }
+  atomic_store(&on.stop, true);
+  assert_int_equal(pthread_join(feeds, NULL), 0);
+  free_sequence(&rows);
+  qkv_calibration_unref(&learnt);
+  qkv_store_destroy(&store);
+}
+
 typedef struct watching {
   qkv_learner *learner;
   _Atomic bool stop, lost;
@@ -600,6 +684,8 @@ int main(void) {
       cmocka_unit_test(test_it_is_asked_first),
       cmocka_unit_test(test_a_drift_is_learnt_from),
       cmocka_unit_test(test_one_that_failed_is_due_again),
+      cmocka_unit_test(test_a_trial_that_failed_is_due_again),
+      cmocka_unit_test(test_trials_beneath_traffic),
       cmocka_unit_test(test_its_own_is_not_taken_for_brought),
       cmocka_unit_test(test_codings_go),
       cmocka_unit_test(test_moments_are_forgotten_beneath_a_run),
