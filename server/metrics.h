@@ -106,6 +106,8 @@
   X(STORAGE_SEGMENTS, "qkvd_storage_segments", QKV_GAUGE, "Files they lie in.")                                     \
   X(STORAGE_LIVE_BYTES, "qkvd_storage_live_bytes", QKV_GAUGE, "Bytes of these that are needed.")                    \
   X(STORAGE_DEAD_BYTES, "qkvd_storage_dead_bytes", QKV_GAUGE, "Bytes that compaction can free.")                    \
+  X(STORAGE_BUDGET_BYTES, "qkvd_storage_budget_bytes", QKV_GAUGE,                                                   \
+    "What the files of the SSD may take: storage-budget, or what follows from the file system; 0: no limit.")       \
   X(STORAGE_DIRTY_BYTES, "qkvd_storage_dirty_bytes", QKV_GAUGE, "Bytes that wait to be written.")                   \
   X(STORAGE_UNREAD_SEGMENTS, "qkvd_storage_unread_segments", QKV_GAUGE,                                             \
     "Files of the SSD that the device did not give at the start; they stay for the next one.")                      \

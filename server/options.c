@@ -203,7 +203,10 @@ const qkv_option qkv_server_option_table[] = {
     {"storage-io", QKV_OPTION_STRING, AT(storage_io), "auto", 0, 0, "DRIVER",
      "How the disk is read and written: uring, pread, or auto, io_uring where it is allowed."},
     {"storage-budget", QKV_OPTION_BYTES, AT(storage_budget), "0", 0, 1024 * 1024 * GIB, "BYTES",
-     "Space on the disk; 0: as much as there is."},
+     "What the files in data-dir may take, at least four segments; before that is exceeded the longest unused "
+     "sessions "
+     "and objects are deleted. 0: nine tenths of what these files have and the file system has free when the daemon "
+     "starts."},
     {"storage-segment", QKV_OPTION_BYTES, AT(storage_segment), "256MiB", MIB, 16 * GIB, "BYTES",
      "Size of a file there, a multiple of 4096."},
     {"storage-dirty", QKV_OPTION_BYTES, AT(storage_dirty), "64MiB", MIB, 64 * GIB, "BYTES",

@@ -68,7 +68,7 @@ typedef struct qkv_server_options {
   const char *durability;          // of sessions that do not say; NULL: async with a data_dir, else memory
   const char *retention;           // of sessions and objects that do not say: keep or evict
   const char *storage_io;          // auto, uring or pread
-  int64_t storage_budget;          // bytes on the disk; 0: as much as it has
+  int64_t storage_budget;          // bytes on the disk; 0: what follows from its file system
   int64_t storage_segment;         // bytes of a file
   int64_t storage_dirty;           // bytes that wait to be written
   int64_t fold_after;              // ms; 0: never

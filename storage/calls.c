@@ -242,6 +242,7 @@ void qkv_storage_read_stats(qkv_storage *storage, qkv_storage_stats *stats) {
   stats->index_bytes = qkvi_index_bytes(storage->index);
   stats->segments = storage->segments_count;
   stats->dirty_bytes = storage->dirty_bytes;
+  stats->budget_bytes = storage->config.bytes_max;
   stats->disk_bytes = stats->dead_bytes = 0;
   for (uint32_t i = 0; i < storage->segments_capacity; i++) {
     const qkvi_segment *segment = storage->segments[i];

@@ -15,6 +15,7 @@
 
 #include "engine/base/log.h"
 #include "storage/internal.h"
+#include "storage/space.h"
 
 enum { ENCODERS_NICE = 10 };  // attends are scheduled first
 
@@ -247,6 +248,21 @@ static qkv_status take_directory(qkv_storage *storage, qkv_error *error) {
   return QKV_OK;
 }
 
+// Without a budget the disk would be filled, and then nothing is durable any more: the oldest would stay there, and
+// no newer rows come after it.
+static qkv_status take_budget(qkv_storage *storage, qkv_error *error) {
+  qkv_storage_config *config = &storage->config;
+  if (config->bytes_max != 0) return QKV_OK;
+  qkvi_space space;
+  const int code = qkvi_space_read(config->directory, &space);
+  if (code != 0) return qkv_fail(error, QKV_INTERNAL, "%s: %s", config->directory, strerror(code));
+  config->bytes_max = qkvi_space_budget(&space, config->segment_bytes);
+  qkv_log(QKV_LOG_INFO, "the storage budget follows from the file system", "{s:I, s:I, s:I, s:I}", "budget_bytes",
+          (json_int_t)config->bytes_max, "held_bytes", (json_int_t)space.held, "available_bytes",
+          (json_int_t)space.available, "whole_bytes", (json_int_t)space.whole);
+  return QKV_OK;
+}
+
 qkv_status qkvi_storage_open_over(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error) {
   QKV_TRY(qkvi_recover(storage, restore, error));
   qkv_io_adopt(storage->io, storage->region, (size_t)QKVI_WRITE_BYTES * QKVI_WRITE_BUFFERS);
@@ -294,6 +310,7 @@ void qkvi_storage_destroy(qkv_storage **storage) {
 static qkv_status open_all(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error) {
   const qkv_storage_config *config = &storage->config;
   QKV_TRY(take_directory(storage, error));
+  QKV_TRY(take_budget(storage, error));
   const qkv_io_config io = {.directory = config->directory, .driver = config->io, .depth = config->depth};
   QKV_TRY(qkv_io_create(&storage->loop, &io, &storage->io, error));
   if (config->encoders > 0)

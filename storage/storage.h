@@ -40,7 +40,7 @@ typedef struct qkv_storage qkv_storage;
 typedef struct qkv_storage_config {
   const char *directory;         // created where it is missing; its parent exists
   const char *io;                // "auto", "uring", "pread"
-  uint64_t bytes_max;            // budget of all segments on the disk; 0: none
+  uint64_t bytes_max;            // budget of all segments on the disk; 0: what the file system has (space.h)
   uint64_t segment_bytes;        // of one file, a multiple of 4096, 1 MiB to 64 GiB
   uint64_t dirty_bytes_max;      // payloads that wait to be written
   uint64_t compact_bytes_per_s;  // rate of background compaction; 0: only when asked for
@@ -52,7 +52,8 @@ typedef struct qkv_storage_config {
   bool compress;                 // try zstd
 } qkv_storage_config;
 
-// auto, no budget, 256 MiB segments, 64 MiB dirty, 64 MiB/s below 0.5, 1 s, 1 encoder, depth 32, 64 files, zstd.
+// auto, the file system's budget, 256 MiB segments, 64 MiB dirty, 64 MiB/s below 0.5, 1 s, 1 encoder, depth 32, 64
+// files, zstd.
 void qkv_storage_config_init(qkv_storage_config *config);
 
 // ---- Opening ----
@@ -234,6 +235,7 @@ typedef struct qkv_storage_stats {
   uint64_t index_bytes;        // memory of the index
   uint64_t segments;           // files
   uint64_t disk_bytes;         // of all segments
+  uint64_t budget_bytes;       // bytes_max, or what was taken in its place; 0: none
   uint64_t live_bytes;         // of records that can be read, headers and blocks counted
   uint64_t dead_bytes;         // of records that cannot
   uint64_t dirty_bytes;        // payloads that wait to be written

@@ -348,6 +348,7 @@ static json_t *storage_totals(const qkv_daemon *daemon, const qkv_storage_stats 
                             json_string(daemon->options->data_dir));  // none where it is not UTF-8
   json_object_set_new(value, "records", number(stats->records));
   json_object_set_new(value, "disk_bytes", number(stats->disk_bytes));
+  json_object_set_new(value, "budget_bytes", number(stats->budget_bytes));
   json_object_set_new(value, "live_bytes", number(stats->live_bytes));
   json_object_set_new(value, "dead_bytes", number(stats->dead_bytes));
   json_object_set_new(value, "dirty_bytes", number(stats->dirty_bytes));

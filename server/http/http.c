@@ -76,10 +76,10 @@ bool qkvi_http_is_ready(const qkv_daemon *daemon, const char **reason) {
   const bool without_gpu = qkv_metric_read(&daemon->metrics[QKV_METRIC_GPU_DOWN]) != 0;
   if (reason != NULL)
     *reason = draining      ? "draining\n"
-              : degraded    ? "the SSD refuses what is written\n"
+              : degraded    ? "ready, but the SSD refuses what is written: the log says why\n"
               : without_gpu ? "ready, but no GPU is used: the log says why\n"
                             : "ready\n";
-  return !draining && !degraded;
+  return !draining;
 }
 
 static void live(exchange *request) {

@@ -50,7 +50,8 @@ typedef struct qkvi_http_answer {
   size_t length;
 } qkvi_http_answer;
 
-// Not draining, and the SSD, where there is one, accepts writes. `reason`, where not NULL, gets a word.
+// Not draining. An SSD that refuses writes, or a GPU that is missing, does not end it: calls are answered all the
+// same, and a restart would lose what is in memory alone. `reason`, where not NULL, gets a line that names them.
 bool qkvi_http_is_ready(const qkv_daemon *daemon, const char **reason);
 
 // /metrics (metrics_text.c).

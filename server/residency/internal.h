@@ -142,7 +142,7 @@ struct qkvi_residency {
   _Atomic uint64_t restore_rate;     // bytes a second that came back lately; 0: not known yet
   pthread_t thread;
   bool started;
-  uint64_t expel_above;   // bytes on the disk; with more, storage-budget has no headroom for another segment
+  uint64_t expel_above;   // bytes on the disk; with more, the budget has no headroom for another segment
   bool unread;            // the start could not read all segments
   uint64_t buffer_bytes;  // of memory-budget, reserved for writes to the disk and reads from it
   // The thread's: bytes of memory-budget reserved for the directory of records, as of its last count.

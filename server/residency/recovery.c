@@ -591,6 +591,14 @@ static void report(const recovery *all) {
           stats.recovery_s);
 }
 
+static void take_budget(qkvi_residency *residency, uint64_t segment_bytes) {
+  qkv_storage_stats stats;
+  qkv_storage_read_stats(residency->storage, &stats);
+  // The last segment is reserved for compaction.
+  residency->expel_above = stats.budget_bytes > 0 ? stats.budget_bytes - 2 * segment_bytes : UINT64_MAX;
+  qkv_metric_set(&residency->metrics[QKV_METRIC_STORAGE_BUDGET_BYTES], (int64_t)stats.budget_bytes);
+}
+
 qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_options *options, uint64_t dirty_bytes,
                                   qkv_error *error) {
   recovery all = {
@@ -606,7 +614,10 @@ qkv_status qkvi_residency_recover(qkvi_residency *residency, const qkv_server_op
   config.dirty_bytes_max = dirty_bytes;
   config.compact_bytes_per_s = (uint64_t)options->storage_compact_rate;
   qkv_status status = qkv_storage_open(&config, &restore, &residency->storage, error);
-  if (status == QKV_OK) check_objects(&all);
+  if (status == QKV_OK) {
+    take_budget(residency, config.segment_bytes);
+    check_objects(&all);
+  }
   if (status == QKV_OK && all.refused.status == QKV_OK) {
     for (const struct found_session *at = all.sessions; at != NULL; at = at->hh.next) {
       if (at->closed) qkvi_closes_add(residency, at->number, NULL, NULL);

@@ -60,10 +60,6 @@ qkv_status qkvi_residency_create(const qkv_server_options *options, qkv_store *s
   if (residency == NULL) abort();
   residency->store = store;
   residency->objects = objects;
-  // The last segment is reserved for compaction.
-  residency->expel_above = options->storage_budget > 0
-                               ? (uint64_t)options->storage_budget - 2 * (uint64_t)options->storage_segment
-                               : UINT64_MAX;
   residency->metrics = metrics;
   residency->entry_max = QKV_JOURNAL_PAYLOAD_MAX;
   init_locks(residency);

@@ -1,11 +1,13 @@
 // Limits and space: dirty bytes, budget, open files; compaction keeps live records and frees the rest.
 #include <dirent.h>
+#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "storage/space.h"
 #include "tests/storage/fixture.h"
 
 enum { SIZE = 100000, COUNT = 60 };
@@ -93,6 +95,45 @@ static void the_budget_is_kept(void **state) {
     assert_int_equal(scene_close_session(on, session), QKV_OK);
   }
   assert_int_equal(scene_stats(on).live_bytes, 0);
+}
+
+// Nine tenths of what is there, at least what is held, and four segments.
+static void a_budget_follows_from_the_file_system(void **state) {
+  (void)state;
+  const uint64_t mib = 1 << 20;
+  qkvi_space space = {.available = 1000 * mib, .whole = 2000 * mib};
+  assert_int_equal(qkvi_space_budget(&space, mib), 900 * mib);
+  assert_int_equal(qkvi_space_budget(&space, 256 * mib), 1024 * mib);
+  space.held = space.allocated = 500 * mib;
+  assert_int_equal(qkvi_space_budget(&space, mib), 1350 * mib);
+  space.held = 800 * mib;  // its files have holes, or the file system packs them
+  assert_int_equal(qkvi_space_budget(&space, mib), 1350 * mib);
+  space.available = 0;
+  assert_int_equal(qkvi_space_budget(&space, mib), 800 * mib);
+  space.whole = 0;
+  assert_int_equal(qkvi_space_budget(&space, mib), 0);
+}
+
+static void a_budget_is_taken_where_none_is_given(void **state) {
+  scene *on = *state;
+  on->config.segment_bytes = 1 << 20;
+  scene_open(on);
+  const uint64_t session = scene_session(on);
+  for (uint64_t i = 0; i < COUNT; i++) (void)scene_put(on, session, 0, 64 * i, SIZE);
+  scene_close(on);
+  qkvi_space space;
+  assert_int_equal(qkvi_space_read(on->directory, &space), 0);
+  assert_true(space.held > COUNT * SIZE / 2 && space.whole > 0);
+  scene_open(on);
+  // Others write to the disk, too, meanwhile: the last tenth is as large as that may be.
+  const uint64_t budget = scene_stats(on).budget_bytes, all = space.allocated + space.available;
+  assert_true(budget >= 4 << 20 && budget >= space.held && budget <= all + (4 << 20));
+  assert_true(budget >= all / 10 * 8);
+  on->config.bytes_max = 64 << 20;
+  scene_close(on);
+  scene_open(on);
+  assert_int_equal(scene_stats(on).budget_bytes, 64 << 20);
+  assert_int_equal(qkvi_space_read("/nonexistent", &space), ENOENT);
 }
 
 // ---- Open files ----
@@ -323,6 +364,8 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       BOTH(dirty_bytes_push_back),
       BOTH(the_budget_is_kept),
+      cmocka_unit_test(a_budget_follows_from_the_file_system),
+      BOTH(a_budget_is_taken_where_none_is_given),
       BOTH(files_stay_few),
       BOTH(compaction_gives_space_back),
       BOTH(compaction_keeps_hashes),
