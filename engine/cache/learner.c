@@ -297,8 +297,10 @@ static bool measure_attention(qkv_learner *learner, uint32_t layer, const qkv_pa
   return true;
 }
 
-// A running mean, and whether it has grown by `most` since it settled; then it settles anew. With the error's lock.
+// A running mean, and whether it has grown by `most` since it settled; then it settles anew. A measure that is not
+// finite would stay in the mean for ever, and is left out. With the error's lock.
 static bool has_drifted(double *error, double *settled, uint64_t *measures, double next, double most) {
+  if (!isfinite(next)) return false;
   ++*measures;
   *error += (*measures < MEASURES_SETTLED ? 1.0 / (double)*measures : ERROR_DECAY) * (next - *error);
   if (*measures == MEASURES_SETTLED) *settled = *error;

@@ -35,17 +35,17 @@ struct qkv_learner {
   bool samples;
   qkv_calibration_slot *slot;
   qkv_arena *arena;
-  _Atomic(qkv_moments *) moments;       // each layer's under its lock, the pointer under any of them; NULL: none
-  qkv_moments *studied;                 // those that a calibration is being made of; changes under all layers' locks
-  qkv_holdout *holdout;                 // each layer's under its lock
-  _Atomic bool has_pages, has_queries;  // change under all layers' locks
+  _Atomic(qkv_moments *) moments;  // each layer's under its lock, the pointer under any of them; NULL: none
+  qkv_moments *studied;            // those that a calibration is being made of; changes under all layers' locks
+  qkv_holdout *holdout;            // each layer's under its lock
   qkvi_taught_layer *layers;
   _Atomic uint64_t pages;
   _Atomic uint64_t due_at;  // tokens; UINT64_MAX: not before a drift
   _Atomic bool fresh;       // nothing has been learnt yet, or not since the last drift
   _Atomic uint32_t runs;
   _Atomic bool running, stopped;
-  _Atomic bool cramped;  // there was no memory for a sample
+  _Atomic bool has_pages, has_queries;  // change under all layers' locks
+  _Atomic bool cramped;                 // there was no memory for a sample
   // What `state` says, for threads that only read it.
   _Atomic bool brought;  // in force or on trial
   _Atomic bool pending;  // one is on trial
@@ -69,6 +69,7 @@ struct qkv_learner {
   uint32_t offered;                  // version that was brought last; 0: none
   qkv_calibration_source offered_from;
   uint32_t withdrawn;  // version
+  uint32_t starts;     // times that learning started over; `due_at` and `fresh` change under the lock
   uint32_t failures;   // of trials, in a row; without the lock, of the thread that runs
   qkv_kind kinds[QKV_LEARNER_KINDS];
   size_t kinds_noted;

@@ -45,9 +45,12 @@ void qkvi_learner_settle(qkv_learner *learner) {
 void qkvi_learner_start_over(qkv_learner *learner) {
   if (learner->first == 0 || atomic_load(&learner->brought)) return;
   qkvi_learner_forget(learner);
+  lock_state(learner);
+  learner->starts++;
   atomic_store(&learner->renew, true);
   atomic_store(&learner->fresh, true);
   atomic_store(&learner->due_at, learner->first);
+  unlock_state(learner);
 }
 
 // ---- What is in force; with the state's lock ----
@@ -408,18 +411,30 @@ static void done(qkv_learner *learner) {
   qkv_moments_destroy(&moments);
 }
 
-static void plan_next(qkv_learner *learner, uint64_t tokens, bool made) {
+// After one that was made, or not, of so many tokens. Where learning has started over meanwhile, that stays.
+static void plan_next(qkv_learner *learner, uint64_t tokens, uint32_t starts, bool made) {
   const uint32_t runs = made ? atomic_fetch_add(&learner->runs, 1) + 1 : atomic_load(&learner->runs);
   uint64_t next = tokens * QKV_LEARNER_GROWTH;
   if (!made) next = tokens + learner->first;
   if (made && runs >= QKV_LEARNER_RUNS) next = UINT64_MAX;  // until a drift
-  atomic_store(&learner->due_at, next);
-  if (made) atomic_store(&learner->fresh, false);
-  if (next == UINT64_MAX) qkvi_learner_forget(learner);
+  lock_state(learner);
+  const bool same = learner->starts == starts;
+  if (same) atomic_store(&learner->due_at, next);
+  if (same && made) atomic_store(&learner->fresh, false);
+  unlock_state(learner);
+  if (same && next == UINT64_MAX) qkvi_learner_forget(learner);
   qkvi_learner_settle(learner);
 }
 
+static uint32_t read_starts(qkv_learner *learner) {
+  lock_state(learner);
+  const uint32_t starts = learner->starts;
+  unlock_state(learner);
+  return starts;
+}
+
 static void learn(qkv_learner *learner, qkv_learner_outcome *outcome) {
+  const uint32_t starts = read_starts(learner);
   const uint64_t tokens = qkv_learner_read(learner).tokens;
   qkv_calibrate_options options = QKV_CALIBRATE_DEFAULTS;
   options.cancelled = &learner->stopped;
@@ -449,7 +464,7 @@ static void learn(qkv_learner *learner, qkv_learner_outcome *outcome) {
   unlock_state(learner);
   if (status != QKV_OK && !brought) outcome->end = QKV_LEARNER_FAILED;
   qkv_calibration_unref(&accepted);
-  plan_next(learner, tokens, status == QKV_OK);
+  plan_next(learner, tokens, starts, status == QKV_OK);
 }
 
 // ---- What is due ----

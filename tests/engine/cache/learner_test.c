@@ -561,6 +561,65 @@ static void test_trials_beneath_traffic(void **state) {
   qkv_store_destroy(&store);
 }
 
+static void *learn(void *context) {
+  int runs = 0;
+  (void)qkv_store_learn(context, NULL, count_runs, &runs);
+  return NULL;
+}
+
+// Learning that starts over while a calibration is made, as at a drift, waits for the tokens of the first one.
+static void test_a_start_over_beneath_a_run(void **state) {
+  (void)state;
+  enum { ROUNDS = 20 };
+  const qkv_model *model;
+  for (int round = 0; round < ROUNDS; round++) {
+    qkv_store *store = make_store(64 << 20, FIRST, &model);
+    sequence rows = structured_rows(model, TOKENS, 22);
+    qkv_learner *learner = model->learner;
+    pthread_mutex_t *lock = &learner->layers[LAYERS - 1].lock;
+    pthread_t learns;
+    feed(store, &rows);
+    assert_int_equal(pthread_create(&learns, NULL, learn, store), 0);
+    for (bool studied = false; !studied && qkv_learner_read(learner).runs == 0;) {
+      assert_int_equal(pthread_mutex_lock(lock), 0);
+      studied = learner->studied != NULL;
+      assert_int_equal(pthread_mutex_unlock(lock), 0);
+    }
+    qkvi_learner_start_over(learner);
+    assert_int_equal(pthread_join(learns, NULL), 0);
+    assert_int_equal(qkv_learner_read(learner).runs, 1);
+    assert_int_equal(atomic_load(&learner->due_at), FIRST);
+    assert_true(atomic_load(&learner->fresh));
+    free_sequence(&rows);
+    qkv_store_destroy(&store);
+  }
+}
+
+// Of a page whose rows are not finite.
+static void test_an_error_that_is_not_finite(void **state) {
+  (void)state;
+  enum { ROWS = QKV_PAGE_TOKENS * HEADS * DIM };
+  const qkv_model *model;
+  static float k[ROWS], v[ROWS];
+  qkv_store *store = make_store(64 << 20, FIRST, &model);
+  qkv_coding *coding = qkv_coding_get(model, &model->policy, QKV_PURPOSE_ATTEND, NULL);
+  const qkv_coder *coder = qkv_coding_layer(coding, 0);
+  void *image = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
+  qkv_page_watch seen = {0};
+  assert_non_null(image);
+  for (size_t i = 0; i < ROWS; i++) k[i] = v[i] = (float)(i % 7) - 3;
+  (void)coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, k, v, NULL, image);
+  for (int i = 0; i < 2 * QKV_LEARNER_WATCH_EVERY; i++) {
+    for (size_t head = 0; head < HEADS; head++) k[head * DIM] = i < QKV_LEARNER_WATCH_EVERY ? 0 : INFINITY;
+    qkv_learner_page(model->learner, 0, 0, QKV_PAGE_TOKENS, k, v, coder, image, &seen);
+  }
+  const double error = qkv_learner_read(model->learner).error;
+  assert_true(error > 0 && error < 1);
+  free(image);
+  qkv_coding_unref(&coding);
+  qkv_store_destroy(&store);
+}
+
 typedef struct watching {
   qkv_learner *learner;
   _Atomic bool stop, lost;
@@ -598,12 +657,6 @@ static void test_its_own_is_not_taken_for_brought(void **state) {
     free_sequence(&rows);
     qkv_store_destroy(&store);
   }
-}
-
-static void *learn(void *context) {
-  int runs = 0;
-  (void)qkv_store_learn(context, NULL, count_runs, &runs);
-  return NULL;
 }
 
 // While a calibration is made sessions go on to teach, and then one is brought, so that the moments are forgotten.
@@ -686,6 +739,8 @@ int main(void) {
       cmocka_unit_test(test_one_that_failed_is_due_again),
       cmocka_unit_test(test_a_trial_that_failed_is_due_again),
       cmocka_unit_test(test_trials_beneath_traffic),
+      cmocka_unit_test(test_a_start_over_beneath_a_run),
+      cmocka_unit_test(test_an_error_that_is_not_finite),
       cmocka_unit_test(test_its_own_is_not_taken_for_brought),
       cmocka_unit_test(test_codings_go),
       cmocka_unit_test(test_moments_are_forgotten_beneath_a_run),
