@@ -30,7 +30,7 @@ TINYLM = os.environ.get("QKV_TINYLM") or os.path.realpath(
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--bits", help='of the connector: a number or "exact"; the daemon\'s own by default')
+    parser.add_argument("--bits", help='of the connector: a number or "exact"; its own 8 by default')
     options = parser.parse_args()
     bits = {} if options.bits is None else {"bits": "exact" if options.bits == "exact" else float(options.bits)}
     with ExitStack() as stack:

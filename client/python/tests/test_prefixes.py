@@ -1,5 +1,6 @@
 """What connectors share, without an engine: settings, the breaker, and sequences found by their ids."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -14,6 +15,7 @@ LOG = logging.getLogger("test")
 
 def test_options():
     assert Options.of({}) == Options()
+    assert (Options.of({}).policy().bits_k, Options.of({"bits": None}).policy().bits_k) == (8, 0)
     assert Options.of({"bits": "exact"}).policy() == qkvd.EXACT
     assert (Options.of({"bits": 4}).policy().bits_k, Options.of({"bits": 4}).policy().recent_window) == (4, 0)
     policy = Options.of({"codec": "turboquant", "codec_v": "kivi"}).policy()
@@ -34,10 +36,12 @@ def test_options():
 
 def test_salts_tell_sequences_apart():
     salts = [
-        Options().salt(None), Options(bits=4).salt(None), Options(bits="exact").salt(None), Options().salt("alice"),
-        Options().salt(["adapter", "path"]), Options().salt("bob"),
+        Options(bits=None).salt(None), Options().salt(None), Options(bits=4).salt(None), Options(bits="exact").salt(None),
+        Options().salt("alice"), Options().salt(["adapter", "path"]), Options().salt("bob"),
         Options(codec="kivi").salt(None), Options(codec="kivi", codec_v="pq").salt(None),
         Options(codec="kivi", bits=4).salt(None),
+        *(Options(durability=durability).salt(None) for durability in ("memory", "async", "sync")),
+        *(Options(self_calibration=learns).salt(None) for learns in (True, False)),
     ]  # fmt: skip
     assert len(set(salts)) == len(salts)
     assert salts[0] == b""
@@ -93,6 +97,35 @@ def test_sequences(prefixes, client, model, rows):
     for name in ("first", "second"):
         prefixes.drop(name)
     assert prefixes.match(ids, salt) == NOTHING
+
+
+def test_what_is_matched_can_be_gone_on_with(model, rows, tmp_path):
+    """A session that `open` would pass over is not found."""
+    ids = list(range(128))
+    k, v = rows(128)
+    settings = [{}, {"durability": "memory"}, {"self_calibration": True}, {"self_calibration": False}, {"bits": 4}]
+    with Daemon("--data-dir", str(tmp_path)) as daemon:
+        for number, one in enumerate(settings):
+            options = Options.of({"target": daemon.target, "timeout": 30, "lookup_timeout": 30, **one})
+            prefixes = Prefixes(options, model, LOG)
+            matched = prefixes.match(ids, options.salt())
+            assert (matched.tokens, prefixes.open(f"s{number}", ids, options.salt())) == (0, 0)
+            prefixes.append(f"s{number}", 0, ids, [(k, v)] * model.layers)
+            assert prefixes.match(ids, options.salt()).tokens == 128
+            assert prefixes.open(f"s{number}-more", ids, options.salt()) == 128
+            prefixes.close()
+
+
+@pytest.mark.parametrize("other", [{"kv_heads": 1, "q_heads": 1}, {"key_dim": 32}, {"value_dim": 8}, {"dtype": "bf16"}])
+def test_rows_of_another_model_of_the_name_are_a_miss(prefixes, model, rows, other, name):
+    ids = list(range(64))
+    prefixes.open(name, ids, b"shapes")
+    prefixes.append(name, 0, ids, [rows(64)] * model.layers)
+    mine = Prefixes(prefixes.options, dataclasses.replace(model, **other), LOG)
+    with pytest.raises(qkvd.NotFound, match="has rows of 2 heads of 16 in float32, not of"):
+        list(mine.fetch(name, [0], 0, 64, 64))
+    mine.close()
+    assert list(prefixes.fetch(name, [0], 0, 64, 64))
 
 
 def test_the_longest_unused_are_evicted(model, rows):

@@ -45,13 +45,12 @@ from qkvd.prefixes import Options
 
 logger = logging.getLogger("lmcache.qkvd")
 THREADS = 4
-BITS = 8  # a coordinate, where the settings do not say: what LMCache's user would not notice (docs/python.md)
 T = TypeVar("T")
 
 
 def chunks_of(settings: dict[str, Any]) -> Chunks:
     """From a dictionary of `kv_heads`, `opaque` and the fields of `Options`."""
-    settings = {"bits": BITS} | settings
+    settings = dict(settings)
     heads, opaque = settings.pop("kv_heads", 1), settings.pop("opaque", False)
     if not isinstance(heads, int):
         raise InvalidArgument(f"kv_heads is {heads!r}, it is a whole number")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast, get_args
 
 from qkvd import calls
-from qkvd.arrays import Array
+from qkvd.arrays import NUMPY_OF, Array, dtype_number
 from qkvd.calls import DURABILITIES, Match
 from qkvd.client import Client
 from qkvd.connection import DEFAULT_TARGET, Tls
@@ -32,6 +32,7 @@ T = TypeVar("T")
 PAGE = 64  # tokens: what a match is a multiple of
 FIRST_ASKED = 4096  # ids of a long prompt: the others are sent where a session has all of these
 NAMES_MOST = 16384  # that a lookup asks for
+BITS = 8  # a coordinate, where the settings do not say: with these the text stays the engine's own (docs/python.md)
 NAMELESS = Model(name="-", layers=1, kv_heads=1, q_heads=1, key_dim=8, value_dim=8)  # of who only looks up, or has no rows
 CODECS = tuple(name for name in get_args(Codec) if name)
 NOTHING = Match("", 0, 0, 0, 0.0)
@@ -50,7 +51,7 @@ class Options:
     tls_server_name: str | None = None  # that the daemon's certificate is for, where it is not the target's
     model_name: str = ""  # as the daemon knows the model; "": of the engine's model and its configuration
     tenant: str = ""
-    bits: float | str | None = None  # code bits a coordinate, or "exact"; None: the daemon's own
+    bits: float | str | None = BITS  # code bits a coordinate, or "exact"; None: those of `codec`, or the daemon's own
     codec: str | None = None  # what codes rows (docs/codecs.md); None: the daemon's own
     codec_v: str | None = None  # the codec of values, where that of keys is another one
     self_calibration: bool | None = (
@@ -71,6 +72,8 @@ class Options:
             if key not in known:
                 raise InvalidArgument(f"{key!r} is no option of the connector; it has {', '.join(sorted(known))}")
         options = cls(**config)
+        if options.codec is not None and "bits" not in config:  # not all codecs have 8 bits
+            options = dataclasses.replace(options, bits=None)
         if isinstance(options.bits, str) and options.bits != "exact":
             raise InvalidArgument(f'bits is {options.bits!r}, allowed are a number up to 8 and "exact"')
         for name in ("codec", "codec_v"):
@@ -127,8 +130,12 @@ class Options:
         return (self.bits, self.codec, self.codec_v)
 
     def salt(self, *parts: Any) -> bytes:
-        """What rows depend on apart from model and ids: the coding asked for, and `parts` (None counts as absent)."""
-        what = [*self.coding(), *parts]
+        """What sessions of one model and ids differ in: what is asked of them, and `parts` (None counts as absent).
+
+        It has whatever must be equal for a session to begin with another one's rows (docs/prefixes.md). A match with less
+        would find sessions that `Prefixes.open` passes over, and nothing could ever be added to what they hold.
+        """
+        what = [*self.coding(), self.durability, self.self_calibration, *parts]
         if all(part is None for part in what):
             return b""
         return hashlib.blake2b(json.dumps(what, default=str).encode(), digest_size=16).digest()
@@ -240,14 +247,22 @@ class Prefixes:
     def fetch(self, name: str, layers: Sequence[int], begin: int, end: int, chunk_tokens: int) -> Iterator[Rows]:
         """Rows, heads first, layer after layer and in order within each. Raises `qkvd.Error`.
 
-        NotFound, in the middle too: fewer rows have come than were asked for.
+        NotFound, in the middle too: fewer rows have come than were asked for, or rows of another shape or dtype than the
+        model's, whose name another one has had.
         """
-        came = 0
+        came, model = 0, self.model
+        dtype, heads = NUMPY_OF[dtype_number(model.dtype)], model.kv_heads
         try:
             for piece in self.client.fetch_rows(
                 name, layers, begin=begin, end=end, heads_first=True, chunk_tokens=chunk_tokens
             ):
-                assert piece.k is not None
+                assert piece.k is not None and piece.v is not None
+                for rows, dim in ((piece.k, model.key_dim), (piece.v, model.value_dim)):
+                    if rows.dtype != dtype or rows.shape[::2] != (heads, dim):
+                        raise NotFound(
+                            f"session {name} has rows of {rows.shape[0]} heads of {rows.shape[2]} in {rows.dtype}, not of "
+                            f"{heads} heads of {dim} in {dtype}"
+                        )
                 came += piece.k.shape[1]
                 yield piece
         except Error as error:
