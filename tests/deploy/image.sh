@@ -74,8 +74,8 @@ git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar 
 build() { # target tag [option...]
   local target=$1 tag=$2
   shift 2
-  SOURCE_DATE_EPOCH=$made_at buildah bud --quiet --layers --format docker --target "$target" "$@" \
-    --timestamp "$made_at" --build-arg BASE="$base" --build-arg REVISION="$revision" --build-arg SOURCE_DATE_EPOCH="$made_at" \
+  SOURCE_DATE_EPOCH=$made_at buildah bud --quiet --layers --format docker --target "$target" \
+    --timestamp "$made_at" --build-arg BASE="$base" --build-arg REVISION="$revision" --build-arg SOURCE_DATE_EPOCH="$made_at" "$@" \
     --ignorefile "$folder/context/deploy/Containerfile.dockerignore" -f "$folder/context/deploy/Containerfile" \
     -t "localhost/qkvd:$tag" "$folder/context" \
     >"$folder/build.log" 2>&1 || {
