@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Debian 12 that boots with the units of deploy/systemd, in a container of systemd-nspawn: the service starts sandboxed
 # and with io_uring, has the sessions of a data directory that was there, keeps the rows of new ones (sync, and async whose
-# pages are full) over kill -9 and a restart, is reloaded, serves TLS with a key that its user cannot read, and stops.
+# pages are full) over kill -9 and a restart, is reloaded, has no open port until it serves mutual TLS, with a key that its user cannot read, and stops.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=deploy/packages.sh
@@ -73,10 +73,9 @@ if [[ -n $packages ]]; then install_packages; else install_files; fi
 # Sessions with rows, and a model, to make others of.
 mkdir -p "$root/var/lib/private/qkvd"
 tar -xf tests/golden/data-directory_0.1.0.tar.xz -C "$root/var/lib/private/qkvd" --strip-components=1 data
-deploy/compose/authority.sh --dir "$root/etc/qkvd/tls" >/dev/null
-chmod 600 "$root/etc/qkvd/tls/daemon.key"
-chown 0:0 "$root/etc/qkvd/tls/daemon.key"
-install -m 644 deploy/systemd/tls.conf "$root/etc/qkvd/tls.conf"
+deploy/compose/authority.sh --dir "$root/etc/qkvd/tls" --operator root >/dev/null
+chown -R 0:0 "$root/etc/qkvd/tls"
+install -m 644 -t "$root/etc/qkvd" deploy/systemd/tls.conf deploy/systemd/tcp.conf
 mkdir -p "$root/etc/systemd/system/multi-user.target.wants"
 ln -s ../check.service "$root/etc/systemd/system/multi-user.target.wants/check.service"
 # The check is a unit, too: what it says is the container's result.
@@ -104,12 +103,11 @@ systemctl is-active qkvd.service
 ctl status
 ctl storage
 journalctl -u qkvd.service -o cat | grep '"storage is open","io":"uring"'
-metrics() {
-  exec 3<>/dev/tcp/127.0.0.1/7581
-  printf 'GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n' >&3
-  cat <&3
-}
-metrics | grep -x 'qkvd_ready 1'
+qkvd --check-health --admin-listen unix:/run/qkvd/admin.sock
+for port in 7580 7581; do
+  if : </dev/tcp/127.0.0.1/$port; then false; fi
+done 2>/dev/null
+echo "no port is open"
 
 # Rows of the sessions that were there, in new ones of both durabilities.
 for durability in sync async; do
@@ -170,11 +168,27 @@ if [[ -d /packages ]]; then
   echo "upgraded, calls repeated: $(wc -l </tmp/ended)"
 fi
 
+# TCP: what docs/operations.md says.
+token=$(qkvctl token new '*' --roles read --json)
+sed -n 's/.*"line": *"\([^"]*\)".*/\1/p' <<<"$token" >>/etc/qkvd/tls/daemon/clients
+token=$(sed -n 's/.*"token": *"\([^"]*\)".*/\1/p' <<<"$token")
+install -D -m 644 /etc/qkvd/tcp.conf /etc/systemd/system/qkvd.socket.d/tcp.conf
 install -D -m 644 /etc/qkvd/tls.conf /etc/systemd/system/qkvd.service.d/tls.conf
+sed -i 's/^#  - 127/  - 127/; s/^admin-listen:.*/admin-listen: 127.0.0.1:7581\nadmin-auth: true/' /etc/qkvd/qkvd.yaml
 systemctl daemon-reload
-systemctl restart qkvd.service
-qkvctl session sync --target 127.0.0.1:7580 --tls-ca /etc/qkvd/tls/authority.pem
+systemctl stop qkvd.service qkvd.socket
+systemctl start qkvd.socket qkvd.service
+tcp() { qkvctl "$@" --target 127.0.0.1:7580 --tls-ca /etc/qkvd/tls/authority.pem; }
+tcp session sync --tls-cert /etc/qkvd/tls/root.pem --tls-key /etc/qkvd/tls/root.key
+if tcp session sync --timeout 2s 2>/dev/null; then false; fi
 if qkvctl session sync --target 127.0.0.1:7580 --timeout 2s 2>/dev/null; then false; fi
+metrics() {
+  exec 3<>/dev/tcp/127.0.0.1/7581
+  printf 'GET /metrics HTTP/1.0\r\nHost: localhost\r\n%s\r\n' "${1:+Authorization: Bearer $1$'\r\n'}" >&3
+  cat <&3
+}
+metrics "$token" | grep -x 'qkvd_ready 1'
+if metrics | grep qkvd_ready; then false; fi
 same
 echo "serves TLS"
 systemctl stop qkvd.service

@@ -219,7 +219,7 @@ def objects(folder, qkvctl):
     """Secrets and config maps that values name, and the tokens' texts."""
     subprocess.run([ROOT / "deploy/compose/authority.sh", "--dir", f"{folder}/tls"], check=True, stdout=subprocess.DEVNULL)
     tls = {key: pathlib.Path(folder, "tls", file).read_text()
-           for key, file in (("tls.crt", "daemon.pem"), ("tls.key", "daemon.key"), ("ca.crt", "authority.pem"))}
+           for key, file in (("tls.crt", "daemon/daemon.pem"), ("tls.key", "daemon/daemon.key"), ("ca.crt", "authority.pem"))}
     lines, texts = [], {}
     for name, (tenant, roles) in TOKENS.items():
         made = subprocess.run([qkvctl, "token", "new", tenant, "--roles", roles, "--json"], check=True,

@@ -75,8 +75,15 @@ def read_files(settings):
     for name, service in compose["services"].items():
         for volume in service["volumes"]:
             source = volume.split(":")[0]
-            if source != "./tls" and not (source in volumes or (COMPOSE / source).exists()):
+            if source != "./tls/daemon" and not (source in volumes or (COMPOSE / source).exists()):
                 raise AssertionError(f"{name} mounts {source}, which is not there")
+    # Keys of the authority and of clients are the operator's alone, and no file of deploy/compose that git ignores is built in.
+    assert [volume for each in compose["services"].values() for volume in each["volumes"] if "tls" in volume] == [
+        "./tls/daemon:/etc/qkvd-tls:ro"]
+    kept_out = (context / f"{build['dockerfile']}.dockerignore").read_text().splitlines()
+    for path in ("deploy/compose/tls", "deploy/compose/.env"):
+        assert f"/{path}" in (context / ".gitignore").read_text()
+        assert path in kept_out or f"**/{path.rsplit('/')[-1]}" in kept_out, f"{path} comes into the image's build"
     seccomp = next(option for option in compose["services"]["qkvd"]["security_opt"] if option.startswith("seccomp="))
     assert (COMPOSE / seccomp.removeprefix("seccomp=")).exists()
     source = yaml.safe_load((COMPOSE / "grafana/datasources/prometheus.yaml").read_text())["datasources"][0]
@@ -102,6 +109,38 @@ def make(folder):
     return deploy / "compose/tls", settings
 
 
+def check_authority(folder):
+    """What a later run changes: names of the daemon, tenants, and certificates that are about to end."""
+    tls = pathlib.Path(folder, "authority")
+
+    def run(*arguments):
+        done = subprocess.run([COMPOSE / "authority.sh", "--dir", tls, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    def shown(name, *what):
+        return subprocess.run(["openssl", "x509", "-in", tls / f"{name}.pem", "-noout", *what], check=True, capture_output=True,
+                              text=True).stdout
+
+    assert run("--days", "30", "--operator", "root") == [f"made {name}.pem" for name in (
+        "authority", "daemon/daemon", "worker-a", "worker-b", "root")]
+    assert {path.name for path in (tls / "daemon").iterdir()} == {"daemon.pem", "daemon.key", "authority.pem", "clients"}
+    assert run("--days", "30") == []
+    before = {path.name: path.read_bytes() for path in tls.rglob("*.key")}
+    assert run("--days", "30", "--host", "kv.example", "--host", "192.0.2.1") == ["renewed daemon/daemon.pem"]
+    names = shown("daemon/daemon", "-ext", "subjectAltName")
+    assert all(name in names for name in ("DNS:kv.example", "IP Address:192.0.2.1", "DNS:localhost"))
+    assert run("--days", "30", "--client", "worker-a=team-c") == ["changed worker-a: team-c read,write"]
+    assert (tls / "daemon/clients").read_text().splitlines() == [
+        "cert CN=worker-b team-b read,write", "cert CN=root * read,write,admin", "cert CN=worker-a team-c read,write"]
+    ends = shown("worker-b", "-enddate")
+    # 30 days are less than a third of 365.
+    assert run() == [f"renewed {name}.pem" for name in ("daemon/daemon", "worker-b", "root", "worker-a")]
+    assert shown("worker-b", "-enddate") != ends and "DNS:kv.example" in shown("daemon/daemon", "-ext", "subjectAltName")
+    assert run() == [] and len(run("--renew")) == 4
+    assert {path.name: path.read_bytes() for path in tls.rglob("*.key")} == before
+    subprocess.run(["openssl", "verify", "-CAfile", tls / "authority.pem", *tls.rglob("*.pem")], check=True, stdout=subprocess.DEVNULL)
+
+
 class Service:
     """The daemon of compose.yaml, with the image's environment and file, at this test's places."""
 
@@ -117,7 +156,7 @@ class Service:
             self.process = subprocess.Popen([qkvd, *map(self.here, service["command"])], stderr=log, env=self.environment)
 
     def here(self, text):
-        places = {"/var/lib/qkvd": f"{self.folder}/data", "/etc/qkvd-tls": str(self.tls), "0.0.0.0": "127.0.0.1",
+        places = {"/var/lib/qkvd": f"{self.folder}/data", "/etc/qkvd-tls": f"{self.tls}/daemon", "0.0.0.0": "127.0.0.1",
                   ":7580": f":{self.port}", ":7581": f":{self.admin}"}
         for old, new in places.items():
             text = text.replace(old, new)
@@ -253,6 +292,7 @@ def main():
     parser.add_argument("--bin", default=str(ROOT / "build/release/bin"), help="where qkvd is")
     qkvd = pathlib.Path(parser.parse_args().bin, "qkvd").resolve()
     with tempfile.TemporaryDirectory(prefix="qkvd-compose-") as folder:
+        check_authority(folder)
         tls, settings = make(folder)
         described = read_files(settings)["qkvd"]
         service = Service(described, folder, tls, qkvd)

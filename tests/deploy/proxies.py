@@ -215,7 +215,7 @@ def check_tls(folder, name, command, check, example):
     """Clients with a certificate of the authority, and tokens for their tenants; daemons in clear behind the proxy."""
     tls = pathlib.Path(folder, "tls")
     subprocess.run([ROOT / "deploy/compose/authority.sh", "--dir", tls], check=True, stdout=subprocess.DEVNULL)
-    tls.joinpath("proxy.pem").write_bytes(tls.joinpath("daemon.pem").read_bytes() + tls.joinpath("daemon.key").read_bytes())
+    tls.joinpath("proxy.pem").write_bytes(tls.joinpath("daemon/daemon.pem").read_bytes() + tls.joinpath("daemon/daemon.key").read_bytes())
     tokens = pathlib.Path(folder, "tokens")
     tokens.write_text("".join(f"token sha256:{hashlib.sha256(team.encode()).hexdigest()} {team} read,write\n"
                               for team in ("team-a", "team-b")))
