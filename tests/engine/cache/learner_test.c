@@ -1,96 +1,10 @@
 // Self-calibration: what a store's models learn from the sessions that are opened with them.
 #include "engine/cache/holdout.h"
 #include "engine/cache/learner_internal.h"
-#include "engine/cache/store.h"
-#include "tests/engine/cache/fixture.h"
+#include "tests/engine/cache/taught_store.h"
 #include "tests/engine/cache/used_session.h"
 
 #include <pthread.h>
-
-enum { LAYERS = 2, HEADS = 2, GROUP = 2, DIM = 16, TOKENS = 512, FIRST = 256 };
-
-static qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_layer_override *overrides, uint32_t count,
-                                  const qkv_model **model) {
-  const qkv_store_config config = {.memory_budget = budget,
-                                   .models_max = 4,
-                                   .sessions_max = 16,
-                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
-                                              .bits_k = 2,
-                                              .bits_v = 2,
-                                              .learn_said = true,
-                                              .learn = true},
-                                   .calibrate_tokens = tokens};
-  const qkv_model said = {.name = "pupil",
-                          .layers = LAYERS,
-                          .kv_heads = HEADS,
-                          .q_heads = HEADS * GROUP,
-                          .key_dim = DIM,
-                          .value_dim = DIM,
-                          .dtype = QKV_FP32,
-                          .rope = {.theta = 100},
-                          .policy = QKV_POLICY_UNSET,
-                          .overrides = overrides,
-                          .override_count = count};
-  qkv_store *store = qkv_store_create(&config);
-  assert_int_equal(qkv_store_register_model(store, &said, model, NULL), QKV_OK);
-  return store;
-}
-
-static qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model **model) {
-  return make_store_with(budget, tokens, NULL, 0, model);
-}
-
-static qkv_session *open_session_of(qkv_store *store, const char *tenant, const char *name, bool said, bool learn) {
-  qkv_session_config config = {.purpose = QKV_PURPOSE_ATTEND, .policy = QKV_POLICY_UNSET};
-  config.tenant = tenant;
-  config.name = name;
-  config.policy.learn_said = said;
-  config.policy.learn = learn;
-  qkv_session *session = NULL;
-  qkv_error error = {0};
-  if (qkv_store_open(store, &config, "pupil", &session, &error) != QKV_OK) fail_msg("%s", error.text);
-  return session;
-}
-
-static qkv_session *open_session(qkv_store *store, const char *name, bool learn) {
-  return open_session_of(store, "default", name, true, learn);
-}
-
-// Keys: a constant vector, turned by RoPE, and a little in two directions; values in three directions.
-static sequence structured_rows(const qkv_model *model, uint64_t tokens, uint64_t seed) {
-  sequence rows = make_sequence(model, tokens, seed);
-  for (uint64_t t = 0; t < tokens; t++) {
-    for (uint32_t head = 0; head < HEADS; head++) {
-      float *k = rows.k + (t * HEADS + head) * DIM, *v = rows.v + (t * HEADS + head) * DIM;
-      const float a = k[0], b = k[1], c = v[0], d = v[1], e = v[2];
-      for (size_t i = 0; i < DIM; i++) {
-        k[i] = 3.0f * (float)(i % 3) + a * (float)(i % 2) + b * 0.5f;
-        v[i] = c * (float)(i % 2) + d * (float)(i % 3 == 0) + e * 0.25f;
-      }
-      qkv_rope_forward(&model->rope, k, t);
-    }
-  }
-  return rows;
-}
-
-static void append_all(qkv_session *session, const sequence *rows, uint64_t begin, uint64_t end) {
-  row_pair pair;
-  uint64_t appended, length;
-  qkv_error error = {0};
-  make_pair(&pair, rows, begin, end, QKV_FP32);
-  for (uint32_t layer = 0; layer < LAYERS; layer++) {
-    qkv_status status =
-        qkv_session_append(session, layer, begin, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error);
-    if (status != QKV_OK) fail_msg("%s", error.text);
-  }
-  free_pair(&pair);
-}
-
-static void count_runs(void *context, const qkv_model *model, const qkv_learner_outcome *outcome) {
-  assert_string_equal(model->name, "pupil");
-  if (outcome->end == QKV_LEARNER_FAILED) fail_msg("%s", outcome->error_text.text);
-  *(int *)context += outcome->end == QKV_LEARNER_ACCEPTED;
-}
 
 // The relative squared error of positions [begin, end) as they are decoded, and the version of their last page.
 static double error_of(qkv_session *session, const sequence *rows, uint64_t begin, uint64_t end, uint32_t *version) {
@@ -406,14 +320,6 @@ static void test_learning_stops(void **state) {
   qkv_store_destroy(&store);
 }
 
-static void feed(qkv_store *store, const sequence *rows) {
-  uint64_t freed;
-  qkv_session *session = open_session(store, "fed", true);
-  append_all(session, rows, 0, TOKENS);
-  qkv_session_unref(&session);
-  assert_int_equal(qkv_store_close(store, "default", "fed", &freed, NULL), QKV_OK);
-}
-
 // The moments are there as long as a calibration is to follow; other rows, which are coded worse, bring them back.
 static void test_a_drift_is_learnt_from(void **state) {
   (void)state;
@@ -479,147 +385,6 @@ static void test_one_that_failed_is_due_again(void **state) {
   qkv_store_destroy(&store);
 }
 
-// A calibration, learnt from these rows.
-static const qkv_calibration *learnt_from(uint64_t seed) {
-  const qkv_model *model;
-  int runs = 0;
-  qkv_store *store = make_store(64 << 20, FIRST, &model);
-  sequence rows = structured_rows(model, TOKENS, seed);
-  feed(store, &rows);
-  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
-  const qkv_calibration *learnt = qkv_calibration_slot_get(model->calibration);
-  assert_non_null(learnt);
-  free_sequence(&rows);
-  qkv_store_destroy(&store);
-  return learnt;
-}
-
-// A trial of the calibration in force that failed is repeated, each time after twice as many pages.
-static void test_a_trial_that_failed_is_due_again(void **state) {
-  (void)state;
-  enum { PAGES = LAYERS * TOKENS / QKV_PAGE_TOKENS };  // of one that is fed
-  const qkv_model *model;
-  int runs = 0;
-  qkv_learner_outcome outcome;
-  const qkv_calibration *learnt = learnt_from(20);
-  qkv_store *store = make_store(64 << 20, FIRST, &model);
-  sequence rows = structured_rows(model, TOKENS, 20);
-  assert_int_equal(qkv_model_calibrate(model, learnt, QKV_CALIBRATION_STORED, false, NULL), QKV_OK);
-  for (int i = 0; i < 8; i++) feed(store, &rows);  // until there has been no query for long enough
-  assert_true(qkv_learner_due(model->learner));
-  for (int after = 64; after <= 256; after *= 2) {
-    atomic_store(&model->learner->stopped, true);
-    qkv_learner_run(model->learner, &outcome);
-    assert_int_equal(outcome.end, QKV_LEARNER_FAILED);
-    atomic_store(&model->learner->stopped, false);
-    for (int fed = 0; fed < after / PAGES; fed++) {
-      assert_false(qkv_learner_due(model->learner));
-      feed(store, &rows);
-    }
-    assert_true(qkv_learner_due(model->learner));
-  }
-  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
-  assert_int_equal(runs, 1);
-  assert_false(qkv_learner_due(model->learner));
-  assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
-  free_sequence(&rows);
-  qkv_calibration_unref(&learnt);
-  qkv_store_destroy(&store);
-}
-
-typedef struct feeding {
-  qkv_store *store;
-  const sequence *rows;
-  _Atomic bool stop;
-} feeding;
-
-static void *feed_on(void *context) {
-  feeding *on = context;
-  while (!atomic_load(&on->stop)) feed(on->store, on->rows);
-  return NULL;
-}
-
-// Traffic does not take the sample from under a trial of the calibration in force.
-static void test_trials_beneath_traffic(void **state) {
-  (void)state;
-  enum { TRIALS = 20 };
-  const qkv_model *model;
-  const qkv_calibration *learnt = learnt_from(21);
-  qkv_store *store = make_store(64 << 20, FIRST, &model);
-  sequence rows = structured_rows(model, TOKENS, 21);
-  feeding on = {.store = store, .rows = &rows};
-  pthread_t feeds;
-  assert_int_equal(qkv_model_calibrate(model, learnt, QKV_CALIBRATION_STORED, false, NULL), QKV_OK);
-  assert_int_equal(pthread_create(&feeds, NULL, feed_on, &on), 0);
-  for (int runs = 0; runs < TRIALS;) {
-    if (qkv_store_learn(store, NULL, count_runs, &runs)) qkvi_learner_retry(model->learner);
-  }
-  atomic_store(&on.stop, true);
-  assert_int_equal(pthread_join(feeds, NULL), 0);
-  free_sequence(&rows);
-  qkv_calibration_unref(&learnt);
-  qkv_store_destroy(&store);
-}
-
-static void *learn(void *context) {
-  int runs = 0;
-  (void)qkv_store_learn(context, NULL, count_runs, &runs);
-  return NULL;
-}
-
-// Learning that starts over while a calibration is made, as at a drift, waits for the tokens of the first one.
-static void test_a_start_over_beneath_a_run(void **state) {
-  (void)state;
-  enum { ROUNDS = 20 };
-  const qkv_model *model;
-  for (int round = 0; round < ROUNDS; round++) {
-    qkv_store *store = make_store(64 << 20, FIRST, &model);
-    sequence rows = structured_rows(model, TOKENS, 22);
-    qkv_learner *learner = model->learner;
-    pthread_mutex_t *lock = &learner->layers[LAYERS - 1].lock;
-    pthread_t learns;
-    feed(store, &rows);
-    assert_int_equal(pthread_create(&learns, NULL, learn, store), 0);
-    for (bool studied = false; !studied && qkv_learner_read(learner).runs == 0;) {
-      assert_int_equal(pthread_mutex_lock(lock), 0);
-      studied = learner->studied != NULL;
-      assert_int_equal(pthread_mutex_unlock(lock), 0);
-    }
-    qkvi_learner_start_over(learner);
-    assert_int_equal(pthread_join(learns, NULL), 0);
-    assert_int_equal(qkv_learner_read(learner).runs, 1);
-    assert_int_equal(atomic_load(&learner->due_at), FIRST);
-    assert_true(atomic_load(&learner->fresh));
-    free_sequence(&rows);
-    qkv_store_destroy(&store);
-  }
-}
-
-// Of a page whose rows are not finite.
-static void test_an_error_that_is_not_finite(void **state) {
-  (void)state;
-  enum { ROWS = QKV_PAGE_TOKENS * HEADS * DIM };
-  const qkv_model *model;
-  static float k[ROWS], v[ROWS];
-  qkv_store *store = make_store(64 << 20, FIRST, &model);
-  qkv_coding *coding = qkv_coding_get(model, &model->policy, QKV_PURPOSE_ATTEND, NULL);
-  const qkv_coder *coder = qkv_coding_layer(coding, 0);
-  void *image = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
-  qkv_page_watch seen = {0};
-  assert_non_null(image);
-  for (size_t i = 0; i < ROWS; i++) k[i] = v[i] = (float)(i % 7) - 3;
-  (void)coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, k, v, NULL, image);
-  for (int i = 0; i < 2 * QKV_LEARNER_WATCH_EVERY; i++) {
-    for (size_t head = 0; head < HEADS; head++) k[head * DIM] = i < QKV_LEARNER_WATCH_EVERY ? 0 : INFINITY;
-    qkv_learner_page(model->learner, 0, 0, QKV_PAGE_TOKENS, k, v, coder, image, &seen);
-  }
-  const double error = qkv_learner_read(model->learner).error;
-  assert_true(error > 0 && error < 1);
-  free(image);
-  qkv_coding_unref(&coding);
-  qkv_store_destroy(&store);
-}
-
 typedef struct watching {
   qkv_learner *learner;
   _Atomic bool stop, lost;
@@ -657,37 +422,6 @@ static void test_its_own_is_not_taken_for_brought(void **state) {
     free_sequence(&rows);
     qkv_store_destroy(&store);
   }
-}
-
-// While a calibration is made sessions go on to teach, and then one is brought, so that the moments are forgotten.
-static void test_moments_are_forgotten_beneath_a_run(void **state) {
-  (void)state;
-  enum { ROUNDS = 20 };
-  const qkv_model *model;
-  qkv_store *first = make_store(64 << 20, FIRST, &model);
-  sequence others = structured_rows(model, TOKENS, 15), rows = structured_rows(model, TOKENS, 16);
-  feed(first, &others);
-  (void)learn(first);
-  const qkv_calibration *brought = qkv_calibration_slot_get(model->calibration);
-  assert_non_null(brought);
-  for (int round = 0; round < ROUNDS; round++) {
-    pthread_t learns;
-    qkv_store *store = make_store(64 << 20, FIRST, &model);
-    feed(store, &rows);
-    assert_int_equal(pthread_create(&learns, NULL, learn, store), 0);
-    if (round % 2 == 0) feed(store, &rows);
-    assert_int_equal(qkv_model_calibrate(model, brought, QKV_CALIBRATION_REGISTERED, true, NULL), QKV_OK);
-    feed(store, &rows);
-    assert_int_equal(qkv_store_read_stats(store).learning_bytes, 0);
-    assert_int_equal(pthread_join(learns, NULL), 0);
-    assert_int_equal(qkv_store_read_stats(store).memory.bytes_reserved, 0);
-    assert_int_equal(qkv_calibration_slot_version(model->calibration), qkv_calibration_version(brought));
-    qkv_store_destroy(&store);
-  }
-  qkv_calibration_unref(&brought);
-  free_sequence(&others);
-  free_sequence(&rows);
-  qkv_store_destroy(&first);
 }
 
 // Codings that no page is coded by any more are dropped.
@@ -737,13 +471,8 @@ int main(void) {
       cmocka_unit_test(test_it_is_asked_first),
       cmocka_unit_test(test_a_drift_is_learnt_from),
       cmocka_unit_test(test_one_that_failed_is_due_again),
-      cmocka_unit_test(test_a_trial_that_failed_is_due_again),
-      cmocka_unit_test(test_trials_beneath_traffic),
-      cmocka_unit_test(test_a_start_over_beneath_a_run),
-      cmocka_unit_test(test_an_error_that_is_not_finite),
       cmocka_unit_test(test_its_own_is_not_taken_for_brought),
       cmocka_unit_test(test_codings_go),
-      cmocka_unit_test(test_moments_are_forgotten_beneath_a_run),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
