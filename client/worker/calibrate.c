@@ -34,6 +34,7 @@ struct qkvi_calibrator {
   qkv_model model;
   qkvi_forward *forward;
   int64_t window;
+  qkv_section_wants wants;
 };
 
 static bool holds_out(const watched_kv *cache) {
@@ -140,6 +141,10 @@ void qkvi_calibrator_learn_all(qkvi_calibrator *calibrator) {
   calibrator->cache.learns_all = true;
 }
 
+void qkvi_calibrator_want(qkvi_calibrator *calibrator, const qkv_section_wants *wants) {
+  calibrator->wants = *wants;
+}
+
 qkv_status qkvi_calibrator_add(qkvi_calibrator *calibrator, const int32_t *window, int64_t tokens, qkv_error *error) {
   assert(tokens <= calibrator->window);
   calibrator->cache.before += calibrator->cache.tokens;
@@ -190,6 +195,8 @@ qkv_status qkvi_calibrator_finish(const qkvi_calibrator *calibrator, qkv_verdict
   *verdict = (qkv_verdict){0};
   *calibration = NULL;
   QKV_TRY(qkv_calibrate(calibrator->cache.moments, &QKV_CALIBRATE_DEFAULTS, &candidate, error));
+  const qkv_calibration *plain = candidate;
+  QKV_TRY(qkv_calibration_add_sections(&plain, &calibrator->wants, NULL, &candidate, error));
   if (has_sample(calibrator)) return try_out(calibrator, candidate, verdict, calibration, error);
   *calibration = candidate;
   return QKV_OK;

@@ -19,6 +19,9 @@ void qkvi_calibrator_destroy(qkvi_calibrator **calibrator);
 // All rows are learnt from, and nothing is tried. Before the first window.
 void qkvi_calibrator_learn_all(qkvi_calibrator *calibrator);
 
+// The calibration is to have these sections of codecs. Before the end.
+void qkvi_calibrator_want(qkvi_calibrator *calibrator, const qkv_section_wants *wants);
+
 // Runs the model over a window, from position 0 on.
 qkv_status qkvi_calibrator_add(qkvi_calibrator *calibrator, const int32_t *window, int64_t tokens, qkv_error *error);
 

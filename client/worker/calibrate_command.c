@@ -52,9 +52,29 @@ static uint64_t total_bytes(const qkvi_worker *worker) {
   return worker->tokens > 0 && (uint64_t)worker->tokens < total ? (uint64_t)worker->tokens : total;
 }
 
+// The sections of the codec that is said, for the bits that are, or for all that it has.
+static qkv_status read_wants(const qkvi_worker *worker, qkv_section_wants *wants, qkv_error *error) {
+  if (worker->codec == NULL) return QKV_OK;
+  char names[QKV_CODEC_NAMES_MAX];
+  const qkv_codec *codec = qkv_codec_by_name(worker->codec);
+  if (codec == NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--codec is %s, allowed are %s", worker->codec,
+                    qkv_codec_names(names));
+  if (worker->bits > 0 && !codec->bits_valid(worker->bits))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--bits is %g, allowed are %s", worker->bits, codec->bits_text);
+  for (int bits = 1; bits <= QKV_DEPTH_MAX; bits++) {
+    const qkv_policy policy = {.codec = codec, .bits_k = bits, .bits_v = bits};
+    if (worker->bits <= 0 || bits == worker->bits) qkv_section_want(wants, &policy);
+  }
+  return QKV_OK;
+}
+
 static qkv_status learn(calibrate_job *job, const qkv_calibration **calibration, qkv_error *error) {
   const qkvi_worker *worker = job->worker;
+  qkv_section_wants wants = {0};
+  QKV_TRY(read_wants(worker, &wants, error));
   QKV_TRY(qkvi_calibrator_create(job->lm, job->window, &job->calibrator, error));
+  qkvi_calibrator_want(job->calibrator, &wants);
   if (worker->untried) qkvi_calibrator_learn_all(job->calibrator);
   qkv_progress_start(&job->progress, "calibrating", total_bytes(worker));
   qkv_status status = QKV_OK;

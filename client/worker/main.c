@@ -83,6 +83,11 @@ static const qkv_option calibrate_options[] = {
      "text to learn from, in windows; may be given several times"},
     {"output", QKV_OPTION_STRING, offsetof(qkvi_worker, output), NULL, 0, 0, "FILE",
      "the calibration file to write; one that is there is replaced"},
+    {"codec", QKV_OPTION_STRING, offsetof(qkvi_worker, codec), NULL, 0, 0, "NAME",
+     "a codec that sessions will use: what it makes of a calibration, as the codebooks of pq, goes into the file; "
+     "without it daemons make that at its first use"},
+    {"bits", QKV_OPTION_REAL, offsetof(qkvi_worker, bits), "0", 0, 8, "BITS",
+     "code bits per coordinate of that codec; 0: for all that it has"},
     {"untried", QKV_OPTION_FLAG, offsetof(qkvi_worker, untried), NULL, 0, 0, NULL,
      "learn from all of the text, and do not try on some of it what was learnt: a daemon will"},
     {"tokens", QKV_OPTION_INTEGER, offsetof(qkvi_worker, tokens), "0", 0, 1e15, "N",

@@ -73,6 +73,7 @@ struct qkv_learner {
   uint32_t failures;   // of trials, in a row; without the lock, of the thread that runs
   qkv_kind kinds[QKV_LEARNER_KINDS];
   size_t kinds_noted;
+  qkv_section_wants wants;  // of sessions
   _Atomic uint64_t try_at;  // pages, before which nothing is tried
   bool rope_looked;         // by the thread that runs
 };

@@ -208,6 +208,7 @@ void qkv_learner_note_kind(qkv_learner *learner, const qkv_policy *policy, int p
   qkv_kind known[KINDS_MAX];
   if (!calibrates(learner->model, policy)) return;
   lock_state(learner);
+  qkv_section_want(&learner->wants, policy);
   const size_t count = list_kinds(learner, known);
   if (!has_kind(known, count, &kind)) {
     learner->kinds[learner->kinds_noted++ % QKV_LEARNER_KINDS] = kind;
@@ -433,6 +434,26 @@ static uint32_t read_starts(qkv_learner *learner) {
   return starts;
 }
 
+// Sections for the model's own policies and those of its sessions.
+static qkv_section_wants wanted(const qkv_learner *learner) {
+  qkv_learner *of = (qkv_learner *)(uintptr_t)learner;  // for its lock
+  lock_state(of);
+  qkv_section_wants wants = of->wants;
+  unlock_state(of);
+  for (uint32_t layer = 0; layer < learner->model->layers; layer++) {
+    const qkv_policy policy = qkv_model_policy(learner->model, layer, &learner->model->policy);
+    qkv_section_want(&wants, &policy);
+  }
+  return wants;
+}
+
+// Takes the calibration's place.
+static qkv_status add_sections(const qkv_learner *learner, qkv_calibration **calibration, qkv_error *error) {
+  const qkv_section_wants wants = wanted(learner);
+  const qkv_calibration *plain = *calibration;
+  return qkv_calibration_add_sections(&plain, &wants, &learner->stopped, calibration, error);
+}
+
 static void learn(qkv_learner *learner, qkv_learner_outcome *outcome) {
   const uint32_t starts = read_starts(learner);
   const uint64_t tokens = qkv_learner_read(learner).tokens;
@@ -448,6 +469,7 @@ static void learn(qkv_learner *learner, qkv_learner_outcome *outcome) {
   qkv_status status = qkv_calibrate(moments, &options, &calibration, &outcome->error_text);
   done(learner);
   tried made = {0};
+  if (status == QKV_OK) status = add_sections(learner, &calibration, &outcome->error_text);
   if (status == QKV_OK) {
     made = tried_of(calibration);
     status = try_on_sample(learner, calibration, false, &verdict, &accepted, &outcome->error_text);
@@ -490,7 +512,8 @@ bool qkv_learner_due(const qkv_learner *learner) {
 // The accepted rest of a calibration takes its place, and codings of both frames come on top: matrices of the
 // archive frame in whole numbers, a quarter of a calibration at most.
 uint64_t qkv_learner_cost(const qkv_learner *learner) {
-  const uint64_t one = qkv_calibration_cost(&learner->shape);
+  const qkv_section_wants wants = wanted(learner);
+  const uint64_t one = qkv_calibration_cost(&learner->shape) + qkv_calibration_sections_cost(&learner->shape, &wants);
   return one + one / 4;
 }
 

@@ -11,7 +11,7 @@
 // Little-endian. Offsets in bytes. Arrays begin at multiples of 64; what lies between is 0.
 //
 //   file                                              header (192 bytes)
-//   +--------------------------------+  0              0  u32 magic "QKVC"    4  u32 format (1, 2)
+//   +--------------------------------+  0              0  u32 magic "QKVC"    4  u32 format (1, 2, 3)
 //   | header                         |                 8  u64 bytes (of the whole file)
 //   +--------------------------------+  192           16  u64 XXH3-64 of the file with this field 0
 //   | layer 0, KV head 0: K attend   |                24  u32 layers         28  u32 kv_heads
@@ -21,8 +21,9 @@
 //   | layer 0, KV head 1: the same   |                56  f64 rope.theta (0: none, and so is the rest)
 //   +--------------------------------+                64  u32 rope.width     68  u8  interleaved   69 u8 scaling
 //   | ...                            |                70  u16 0              72  f64 factor
-//   +--------------------------------+  bytes         80  u64 original_max_position
-//                                                     88  f64 low_freq_factor       96  f64 high_freq_factor
+//   +--------------------------------+                80  u64 original_max_position
+//   | sections, of format 3          |                88  f64 low_freq_factor       96  f64 high_freq_factor
+//   +--------------------------------+  bytes
 //   part (K attend, K archive or V; dim = d)         104  f64 beta_fast            112  f64 beta_slow
 //    0  u16 anchor_pairs (format 1, K attend only)   120  f64 attention_factor     128 ... 191  0
 //    2  i8  tier_offset, eighths     3  u8  0     4  f32 heavy_least (format 2, K attend only)     8 ... 63  0
@@ -38,15 +39,24 @@
 //    .  f32 heavy[d]                 format 2, K attend only: the predictor of heavy hitters (heavy.h), before RoPE,
 //                                    in both frames; all 0: no key is one
 //
-// What differs between the formats is the attend frame of models with RoPE. In format 1 it is that of QKV_TURN_PAGE
-// (turn_plan.h), the rotating anchor has some pairs, and `mean` is what it leaves. In format 2 it is that of
-// QKV_TURN_BLOCKS, and `mean` that before RoPE: of coordinates that turn the rotating anchor, which has all of them.
-// What is learnt is written in format 2.
+// A section is what a codec has made of the calibration, for so many bits a coordinate: codebooks. Sections are in
+// the order of codecs' ids and of bits, none there twice. A codec's section begins with
+//
+//    0  u8 codec id       1  u8 version of the section       2  u8 bits       3 ... 7  0
+//    8  u64 bytes of the section, all in, a multiple of 64  16 ... 63  0
+//
+// and goes on as the codec says (qkv_codec_section in codec.h). What has no section is made at its first use.
+//
+// What differs between the first two formats is the attend frame of models with RoPE. In format 1 it is that of
+// QKV_TURN_PAGE (turn_plan.h), the rotating anchor has some pairs, and `mean` is what it leaves. In format 2 it is
+// that of QKV_TURN_BLOCKS, and `mean` that before RoPE: of coordinates that turn the rotating anchor, which has all
+// of them. Format 3 is format 2 and sections. What is learnt is written in format 3.
 //
 // Threads: immutable, shared by reference.
 #ifndef QKV_ENGINE_CODEC_CALIBRATION_H
 #define QKV_ENGINE_CODEC_CALIBRATION_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -56,9 +66,10 @@
 #include "engine/codec/transform.h"
 
 #define QKV_CALIBRATION_MAGIC 0x43564b51u  // "QKVC"
-#define QKV_CALIBRATION_FORMAT 2           // that is written
+#define QKV_CALIBRATION_FORMAT 3           // that is written
 #define QKV_CALIBRATION_FORMAT_FIRST 1     // that is read
 #define QKV_CALIBRATION_FORMAT_HEAVY 2     // the first one with heavy-hitter predictors
+#define QKV_CALIBRATION_FORMAT_SECTIONS 3  // the first one with codecs' sections
 #define QKV_CALIBRATION_BYTES_MAX ((size_t)4 << 30)
 #define QKV_TIER_OFFSET_MAX 32  // eighths, either way
 
@@ -121,6 +132,21 @@ qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_c
 // on failure too, and the memory where that is the last one. One reference in *out, else NULL.
 qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const bool *drop, const int8_t *offsets,
                                   const bool *forget, qkv_calibration **out, qkv_error *error);
+
+// Which sections a calibration is to have: of each row of the codec table, 1 << bits.
+#define QKV_CODECS_MAX 16
+typedef struct qkv_section_wants {
+  uint16_t bits[QKV_CODECS_MAX];
+} qkv_section_wants;
+
+// The same calibration, of the format that is written and without sections, with those that are wanted, as far as its
+// size allows; it has a version of its own. Takes over the reference, on failure too. CANCELLED where `cancelled` is
+// set meanwhile; NULL: no cancelling. One reference in *out, else NULL.
+qkv_status qkv_calibration_add_sections(const qkv_calibration **calibration, const qkv_section_wants *wants,
+                                        const _Atomic bool *cancelled, qkv_calibration **out, qkv_error *error);
+
+// Bytes of these sections.
+uint64_t qkv_calibration_sections_cost(const qkv_calibration_shape *shape, const qkv_section_wants *wants);
 
 // Memory of all calibrations that there are.
 uint64_t qkv_calibration_bytes_held(void);

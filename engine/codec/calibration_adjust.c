@@ -17,8 +17,7 @@ static void clear_part(const qkvi_part_view *part) {
   memset(part->anchor, 0, 2 * QKV_ANCHOR_PAIRS_MAX * sizeof *part->anchor);
 }
 
-// The bytes of a calibration whose reference goes: its own where that is the last one, else a copy.
-static uint8_t *take_bytes(const qkv_calibration **calibration) {
+uint8_t *qkvi_calibration_take(const qkv_calibration **calibration) {
   qkv_calibration *from = (qkv_calibration *)(uintptr_t)*calibration;
   uint8_t *bytes = from->bytes;
   if (atomic_load_explicit(&from->references, memory_order_acquire) == 1) {
@@ -36,7 +35,7 @@ qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const boo
                                   const bool *forget, qkv_calibration **out, qkv_error *error) {
   const qkv_calibration_shape shape = (*calibration)->shape;
   const size_t heads = (size_t)shape.layers * shape.kv_heads;
-  uint8_t *bytes = take_bytes(calibration);
+  uint8_t *bytes = qkvi_calibration_take(calibration);
   *out = NULL;
   for (size_t i = 0; i < heads * QKV_CALIBRATION_PARTS; i++) {
     const qkv_calibration_part part = i % QKV_CALIBRATION_PARTS;

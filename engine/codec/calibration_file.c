@@ -76,6 +76,10 @@ size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint32_t format
   return heads > capacity / head.bytes ? 0 : sizeof(qkvi_calibration_header) + heads * head.bytes;
 }
 
+static qkv_turn_rule rule_of(uint32_t format) {
+  return format == QKV_TURN_PAGE ? QKV_TURN_PAGE : QKV_TURN_BLOCKS;
+}
+
 // Of any format; narrow bands take the most.
 static size_t largest_size(const qkv_calibration_shape *shape) {
   size_t largest = 0;
@@ -259,8 +263,9 @@ static qkv_status check_header(const uint8_t *bytes, size_t size, qkv_calibratio
     REFUSE("calibration has something in reserved fields");
   }
   const size_t due = qkvi_calibration_size(shape, header.format, header.band_k, header.band_v);
-  if (due != size) REFUSE("calibration has %zu bytes, its geometry takes %zu", size, due);
-  return QKV_OK;
+  const bool sections = header.format >= QKV_CALIBRATION_FORMAT_SECTIONS && size > due;
+  if (due != size && !sections) REFUSE("calibration has %zu bytes, its geometry takes %zu", size, due);
+  return sections ? qkvi_calibration_check_sections(shape, bytes, due, error) : QKV_OK;
 }
 
 // Which coordinate is not within [-most, most], or not above `least` where that is positive; count: none.
@@ -547,7 +552,7 @@ static qkv_status adopt(uint8_t *bytes, size_t size, const qkv_calibration_shape
   calibration->shape = *shape;
   if (rotates(shape)) {
     const uint32_t format = ((const qkvi_calibration_header *)bytes)->format;
-    calibration->plan = qkv_turn_plan_of(&shape->rope, (qkv_turn_rule)format);
+    calibration->plan = qkv_turn_plan_of(&shape->rope, rule_of(format));
   }
   calibration->bytes = bytes;
   calibration->size = size;

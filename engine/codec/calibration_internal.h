@@ -35,6 +35,13 @@ typedef struct qkvi_part_header {
 } qkvi_part_header;
 _Static_assert(sizeof(qkvi_part_header) == 64, "calibration part");
 
+typedef struct qkvi_section_header {
+  uint8_t codec, version, bits, reserved[5];
+  uint64_t bytes;
+  uint8_t none[48];
+} qkvi_section_header;
+_Static_assert(sizeof(qkvi_section_header) == 64, "calibration section");
+
 // One part, found in the bytes.
 typedef struct qkvi_part_view {
   uint16_t dim;
@@ -81,7 +88,7 @@ struct qkv_calibration {
 
 // The bands of bits that coordinates may share, for rows of this width.
 bool qkvi_band_valid(uint32_t band, uint32_t dim);
-// Bytes of a file; 0 where it would be above QKV_CALIBRATION_BYTES_MAX. The shape is within limits.
+// Bytes of a file without sections; 0 where it would be above QKV_CALIBRATION_BYTES_MAX. The shape is within limits.
 size_t qkvi_calibration_size(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v);
 // Where a part lies. Without RoPE both parts of keys are one.
 qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t *bytes, uint32_t layer,
@@ -93,6 +100,16 @@ qkvi_part_view qkvi_calibration_part(const qkv_calibration_shape *shape, uint8_t
 qkv_status qkvi_calibration_begin(const qkv_calibration_shape *shape, uint32_t format, uint8_t band_k, uint8_t band_v,
                                   uint8_t **bytes, qkv_error *error);
 qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_error *error);
+
+// What may follow on `size` bytes of header and heads: DATA_LOSS, or INVALID_ARGUMENT for sections of another
+// version.
+qkv_status qkvi_calibration_check_sections(const qkv_calibration_shape *shape, const uint8_t *bytes, size_t size,
+                                           qkv_error *error);
+// A codec's section behind its header; NULL: there is none.
+const uint8_t *qkvi_calibration_section(const qkv_calibration *calibration, uint8_t codec, unsigned bits);
+uint32_t qkvi_calibration_format(const qkv_calibration *calibration);
+// A calibration's bytes, whose reference goes: its own where that is the last one, else a copy.
+uint8_t *qkvi_calibration_take(const qkv_calibration **calibration);
 
 // The transform of the data-free code, in a calibration's words, into a part that is all 0 (calibrate.c).
 void qkvi_calibration_write_data_free(const qkvi_part_view *part);

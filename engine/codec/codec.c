@@ -61,6 +61,7 @@ static const qkv_codec *const codecs[] = {
     &qkvi_codec_turboquant_ip_outliers,
 };
 enum { CODECS = sizeof codecs / sizeof *codecs };
+_Static_assert(CODECS <= QKV_CODECS_MAX, "qkv_section_wants has a row for each");
 
 const qkv_codec *qkv_codec_by_id(uint8_t id) {
   for (size_t row = 0; row < CODECS; row++) {
@@ -87,6 +88,18 @@ char *qkv_codec_names(char names[QKV_CODEC_NAMES_MAX]) {
     length += (size_t)snprintf(names + length, QKV_CODEC_NAMES_MAX - length, "%s%s", join, codecs[row]->name);
   }
   return names;
+}
+
+static void want(qkv_section_wants *wants, const qkv_codec *codec, double bits) {
+  if (codec->section == NULL || !codec->bits_valid(bits)) return;
+  for (size_t row = 0; row < CODECS; row++) {
+    if (codecs[row] == codec) wants->bits[row] |= (uint16_t)(1u << (unsigned)bits);
+  }
+}
+
+void qkv_section_want(qkv_section_wants *wants, const qkv_policy *policy) {
+  want(wants, policy->codec, policy->bits_k);
+  if (policy->codec_v == NULL || policy->codec_v == policy->codec) want(wants, policy->codec, policy->bits_v);
 }
 
 double qkv_codec_bits_default(const qkv_codec *codec) {

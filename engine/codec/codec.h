@@ -95,6 +95,17 @@ typedef struct qkv_codec_planes {
   size_t (*drop)(const qkv_coder *coder, const void *page, const qkv_head_tiers *heads, void *image);
 } qkv_codec_planes;
 
+// What a codec keeps in the files of calibrations that are made for it: its sections (calibration.h), one for each
+// number of bits.
+typedef struct qkv_codec_section {
+  uint8_t version;
+  size_t (*bytes)(const qkv_calibration_shape *shape, unsigned bits);  // behind the header; a multiple of 64
+  // Fills zeros, from the transforms; false: it was cancelled.
+  bool (*make)(const qkv_calibration *calibration, unsigned bits, const _Atomic bool *cancelled, uint8_t *section);
+  // Of any bytes, so many: NULL, or what is wrong.
+  const char *(*validate)(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *section);
+} qkv_codec_section;
+
 // A number that a policy may give to a codec, and its allowed values.
 typedef struct qkv_parameter {
   const char *name;   // as in the codec's message of the contract
@@ -111,7 +122,8 @@ struct qkv_codec {
   const struct qkv_part_codec
       *part;        // of codecs whose pages are made of parts (parts.h), which go together; else NULL
   bool calibrated;  // its coders use a calibration where there is one
-  bool needs_rope;  // codes keys before RoPE: the model has to have it declared
+  const qkv_codec_section *section;  // NULL: none
+  bool needs_rope;                   // codes keys before RoPE: the model has to have it declared
   // Allowed code bits per coordinate, and what they are.
   bool (*bits_valid)(double bits);
   const char *bits_text;  // "multiples of 0.125 up to 8"
@@ -189,6 +201,8 @@ const qkv_codec *qkv_codec_at(size_t row);
 // The names in the table, as "a, b and c", for error messages.
 enum { QKV_CODEC_NAMES_MAX = 256 };
 char *qkv_codec_names(char names[QKV_CODEC_NAMES_MAX]);
+// Notes the sections that coders of a policy use.
+void qkv_section_want(qkv_section_wants *wants, const qkv_policy *policy);
 // The bits where none are given: 4, or of a codec without 4 bits 8 or 2.
 double qkv_codec_bits_default(const qkv_codec *codec);
 

@@ -7,7 +7,7 @@
 #include "engine/codec/sized.h"
 
 // Queries are taken LANES at a time, so that a look-up is of all of them.
-enum { ID = 7, VERSION = 1, CODE_BITS = 8, LANES = 4 };
+enum { ID = QKV_PQ_CODEC, VERSION = 1, CODE_BITS = 8, LANES = 4 };
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 
@@ -235,9 +235,15 @@ static const qkv_part_codec part = {.id = ID,
                                     .matches = pq_matches,
                                     .validate = qkvi_sizes_validate};
 
+static const qkv_codec_section section = {.version = QKV_PQ_SECTION_VERSION,
+                                          .bytes = qkv_pq_section_bytes,
+                                          .make = qkv_pq_section_make,
+                                          .validate = qkv_pq_section_validate};
+
 const qkv_codec qkvi_codec_pq = {.id = ID,
                                  .name = "pq",
                                  .calibrated = true,
+                                 .section = &section,
                                  .bits_valid = bits_valid,
                                  .bits_text = "1, 2 and 4 with pq",
                                  .error_bound = pq_error_bound,

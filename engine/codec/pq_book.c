@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/tensor.h"
 #include "engine/codec/calibration_internal.h"
 #include "engine/codec/commvq_book.h"
 #include "engine/codec/hadamard.h"
@@ -13,14 +14,7 @@
 #include "engine/codec/schedule.h"
 #include "engine/kernel/kernel.h"
 
-enum {
-  SAMPLES = 24576,
-  ROUNDS = 20,
-  DRAWN = 8192,  // rows from a calibration, and rounds of k-means on them
-  DRAWN_ROUNDS = 8,
-  WIDTHS = QKV_DIM_MAX / QKV_BAND,
-  SUB_WIDTHS = 3
-};
+enum { SAMPLES = 24576, ROUNDS = 20, WIDTHS = QKV_DIM_MAX / QKV_BAND, SUB_WIDTHS = 3, CODE_BITS = 8 };
 
 static const uint64_t SEED = 0x5051626f6f6b;
 
@@ -60,10 +54,18 @@ static void draw(float *samples, size_t dim, size_t width) {
   }
 }
 
+// How codebooks are found from a calibration: rows that are drawn, those of them that seeds are drawn from, and
+// rounds of k-means.
+typedef struct effort {
+  size_t rows, seeding, rounds;
+} effort;
+
+static const effort of_first_formats = {8192, 8192, 8}, of_sections = {8192, 1024, 8};
+
 // What a codebook is found from.
 typedef struct training {
   const float *samples;  // [count][width]
-  size_t count, width;
+  size_t count, seeding, width;
   float *numbers;  // of the sub-vector
 } training;
 
@@ -79,15 +81,15 @@ static void set_point(const training *of, size_t p, const float *x) {
 // Each next seed is a sample, drawn by its squared distance to the nearest seed so far.
 static void seed(const training *of) {
   uint64_t state = SEED;
-  float *nearest = malloc(of->count * sizeof *nearest);
+  float *nearest = malloc(of->seeding * sizeof *nearest);
   if (nearest == NULL) abort();
-  for (size_t i = 0; i < of->count; i++) nearest[i] = INFINITY;
+  for (size_t i = 0; i < of->seeding; i++) nearest[i] = INFINITY;
   size_t chosen = 0;
   for (size_t p = 0; p < QKV_PQ_POINTS; p++) {
     const float *point = of->samples + chosen * of->width;
     double total = 0;
     set_point(of, p, point);
-    for (size_t i = 0; i < of->count; i++) {
+    for (size_t i = 0; i < of->seeding; i++) {
       float square = 0;
       for (size_t j = 0; j < of->width; j++) {
         const float off = of->samples[i * of->width + j] - point[j];
@@ -97,7 +99,7 @@ static void seed(const training *of) {
       total += (double)nearest[i];
     }
     double left = qkvi_random_uniform(&state) * total;
-    for (chosen = 0; chosen + 1 < of->count && left >= (double)nearest[chosen]; chosen++)
+    for (chosen = 0; chosen + 1 < of->seeding && left >= (double)nearest[chosen]; chosen++)
       left -= (double)nearest[chosen];
   }
   free(nearest);
@@ -122,9 +124,9 @@ static void move(const training *of) {
   free(codes);
 }
 
-static void train(const training *of, int rounds) {
+static void train(const training *of, size_t rounds) {
   seed(of);
-  for (int round = 0; round < rounds; round++) move(of);
+  for (size_t round = 0; round < rounds; round++) move(of);
 }
 
 static size_t book_bytes(size_t width, size_t subs) {
@@ -151,7 +153,7 @@ static qkv_pq_book *make(size_t dim, size_t width) {
   qkv_pq_book *book = allocate(width, 1);
   float *samples = allocate_samples(SAMPLES * width);
   draw(samples, dim, width);
-  train(&(training){samples, SAMPLES, width, book->numbers}, ROUNDS);
+  train(&(training){samples, SAMPLES, SAMPLES, width, book->numbers}, ROUNDS);
   free(samples);
   return book;
 }
@@ -170,6 +172,46 @@ const qkv_pq_book *qkv_pq_book_get(size_t dim, size_t width) {
 
 // ---- Of a calibration ----
 
+static size_t dim_of(const qkv_calibration_shape *shape, qkv_part part) {
+  return part == QKV_K ? shape->key_dim : shape->value_dim;
+}
+
+static unsigned bits_of(size_t width) {
+  return (unsigned)(CODE_BITS / width);
+}
+
+// Where a head's keys or values begin in a section.
+static size_t section_place(const qkv_calibration_shape *shape, uint32_t layer, uint32_t kv_head, qkv_part part) {
+  const size_t coordinate = QKV_PQ_POINTS * sizeof(uint16_t), head = (size_t)layer * shape->kv_heads + kv_head;
+  return coordinate * (head * (shape->key_dim + shape->value_dim) + (part == QKV_V ? shape->key_dim : 0));
+}
+
+// All points of a book, in fp16: [subs][256][width].
+static void write_points(const qkv_pq_book *book, size_t dim, uint8_t *out) {
+  const size_t count = QKV_PQ_POINTS * book->width;
+  for (size_t s = 0; s < dim / book->width; s++)
+    qkv_from_float(QKV_FP16, qkv_pq_points(book, s), out + s * count * sizeof(uint16_t), count);
+}
+
+static void read_points(const uint8_t *in, qkv_pq_book *book, size_t dim) {
+  const size_t count = QKV_PQ_POINTS * book->width;
+  for (size_t s = 0; s < dim / book->width; s++) {
+    float points[QKV_PQ_POINTS * QKV_PQ_WIDTH_MAX];
+    const training of = {.width = book->width, .numbers = book->numbers + s * book->stride};
+    qkv_to_float(QKV_FP16, in + s * count * sizeof(uint16_t), points, count);
+    for (size_t p = 0; p < QKV_PQ_POINTS; p++) set_point(&of, p, points + p * book->width);
+  }
+}
+
+// To what a section would have.
+static void round_points(qkv_pq_book *book, size_t dim) {
+  uint16_t *points = malloc(QKV_PQ_POINTS * dim * sizeof *points);
+  if (points == NULL) abort();
+  write_points(book, dim, (uint8_t *)points);
+  read_points((const uint8_t *)points, book, dim);
+  free(points);
+}
+
 // Turns the pairs of a key that turn far within some thousand tokens by random angles.
 static void turn(const qkv_rope *rope, const uint16_t *pairs, uint64_t *state, float *row) {
   enum { STILL = 1024 };  // tokens for a radian
@@ -185,14 +227,14 @@ static void turn(const qkv_rope *rope, const uint16_t *pairs, uint64_t *state, f
   }
 }
 
-// samples [dim / width][DRAWN][width] of rows whose RMS is 1, rotated; `rope` NULL: as they are.
-static void draw_rows(const qkv_transform *transform, const qkv_rope *rope, size_t dim, size_t width,
+// samples [dim / width][rows][width] of rows whose RMS is 1, rotated; `rope` NULL: as they are.
+static void draw_rows(const qkv_transform *transform, const qkv_rope *rope, size_t dim, size_t width, size_t rows,
                       float *samples) {
   uint64_t state = SEED + dim;
   uint16_t pairs[QKV_DIM_MAX] = {0};
   float row[QKV_DIM_MAX];
   if (rope != NULL) qkv_commvq_pairs(rope, dim, pairs);
-  for (size_t i = 0; i < DRAWN; i++) {
+  for (size_t i = 0; i < rows; i++) {
     double square = 1e-30;
     memcpy(row, transform->mean, dim * sizeof *row);
     for (size_t c = 0; c < dim; c++) {
@@ -204,35 +246,57 @@ static void draw_rows(const qkv_transform *transform, const qkv_rope *rope, size
     const float scale = (float)(1 / sqrt(square / (double)dim));
     for (size_t c = 0; c < dim; c++) row[c] *= scale;
     qkv_hadamard_forward(row, 1, dim);
-    for (size_t c = 0; c < dim; c++) samples[(c / width * DRAWN + i) * width + c % width] = row[c];
+    for (size_t c = 0; c < dim; c++) samples[(c / width * rows + i) * width + c % width] = row[c];
   }
 }
 
-static qkv_pq_book *make_calibrated(const qkv_transform *transform, const qkv_rope *rope, size_t dim, size_t width) {
+static qkv_pq_book *make_calibrated(const qkv_transform *transform, const qkv_rope *rope, size_t dim, size_t width,
+                                    const effort *by) {
   qkv_pq_book *book = allocate(width, dim / width);
-  float *samples = allocate_samples(DRAWN * dim);
-  draw_rows(transform, rope, dim, width, samples);
+  float *samples = allocate_samples(by->rows * dim);
+  draw_rows(transform, rope, dim, width, by->rows, samples);
   for (size_t s = 0; s < dim / width; s++) {
-    const training of = {samples + s * DRAWN * width, DRAWN, width, book->numbers + s * book->stride};
-    train(&of, DRAWN_ROUNDS);
+    const training of = {.samples = samples + s * by->rows * width,
+                         .count = by->rows,
+                         .seeding = by->seeding,
+                         .width = width,
+                         .numbers = book->numbers + s * book->stride};
+    train(&of, by->rounds);
   }
   free(samples);
   return book;
 }
 
+// One head's keys or values. NULL: the calibration says nothing of them.
+static qkv_pq_book *make_for(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head, qkv_part part,
+                             size_t width, const effort *by) {
+  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
+  const qkv_transform *transform =
+      qkv_calibration_transform(calibration, layer, kv_head, part == QKV_K ? QKV_PART_K_ARCHIVE : QKV_PART_V);
+  if (transform->analysis == NULL) return NULL;
+  const bool turns = part == QKV_K && shape->rope.theta != 0;
+  return make_calibrated(transform, turns ? &shape->rope : NULL, dim_of(shape, part), width, by);
+}
+
 const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
                                           qkv_part part, size_t width) {
   const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
-  const size_t dim = part == QKV_K ? shape->key_dim : shape->value_dim;
+  const size_t dim = dim_of(shape, part);
   const qkvi_derived kind = QKVI_DERIVED_PQ + (unsigned)part * SUB_WIDTHS + (unsigned)width / 4;
   _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head, kind);
   void *found = atomic_load_explicit(kept, memory_order_acquire);
   if (found != NULL) return found;
-  const qkv_transform *transform =
-      qkv_calibration_transform(calibration, layer, kv_head, part == QKV_K ? QKV_PART_K_ARCHIVE : QKV_PART_V);
-  if (transform->analysis == NULL) return qkv_pq_book_get(dim, width);
-  const bool turns = part == QKV_K && shape->rope.theta != 0;
-  qkv_pq_book *book = make_calibrated(transform, turns ? &shape->rope : NULL, dim, width);
+  const uint8_t *section = qkvi_calibration_section(calibration, QKV_PQ_CODEC, bits_of(width));
+  const bool sections = qkvi_calibration_format(calibration) >= QKV_CALIBRATION_FORMAT_SECTIONS;
+  qkv_pq_book *book = NULL;
+  if (section != NULL) {
+    book = allocate(width, dim / width);
+    read_points(section + section_place(shape, layer, kv_head, part), book, dim);
+  } else {
+    book = make_for(calibration, layer, kv_head, part, width, sections ? &of_sections : &of_first_formats);
+  }
+  if (book == NULL) return qkv_pq_book_get(dim, width);
+  if (section == NULL && sections) round_points(book, dim);
   // Another thread may have made the same book meanwhile.
   if (atomic_compare_exchange_strong(kept, &found, book)) {
     qkvi_calibration_count_derived(calibration, book_bytes(width, dim / width));
@@ -240,4 +304,41 @@ const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, ui
   }
   free(book);
   return found;
+}
+
+// ---- Sections ----
+
+size_t qkv_pq_section_bytes(const qkv_calibration_shape *shape, unsigned bits) {
+  (void)bits;
+  return section_place(shape, shape->layers, 0, QKV_K);
+}
+
+bool qkv_pq_section_make(const qkv_calibration *calibration, unsigned bits, const _Atomic bool *cancelled,
+                         uint8_t *section) {
+  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
+  const size_t parts = (size_t)2 * shape->kv_heads;
+  for (size_t i = 0; i < shape->layers * parts; i++) {
+    const uint32_t layer = (uint32_t)(i / parts), kv_head = (uint32_t)(i % parts / 2);
+    const qkv_part part = i % 2 == 0 ? QKV_K : QKV_V;
+    const size_t dim = dim_of(shape, part), width = CODE_BITS / bits;
+    if (cancelled != NULL && atomic_load(cancelled)) return false;
+    qkv_pq_book *made = make_for(calibration, layer, kv_head, part, width, &of_sections);
+    const qkv_pq_book *book = made != NULL ? made : qkv_pq_book_get(dim, width);
+    write_points(book, dim, section + section_place(shape, layer, kv_head, part));
+    free(made);
+  }
+  return true;
+}
+
+const char *qkv_pq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *section) {
+  enum { STEP = 256 };
+  const size_t bytes = qkv_pq_section_bytes(shape, bits);
+  for (size_t at = 0; at < bytes; at += STEP * sizeof(uint16_t)) {
+    float numbers[STEP];
+    qkv_to_float(QKV_FP16, section + at, numbers, STEP);
+    for (size_t i = 0; i < STEP; i++) {
+      if (!(fabsf(numbers[i]) <= QKV_PQ_COORDINATE_MAX)) return "a point's coordinate is not within -64 to 64";
+    }
+  }
+  return NULL;
 }

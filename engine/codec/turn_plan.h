@@ -37,7 +37,7 @@
 // Tokens of the longest.
 #define QKV_TURN_SPAN ((uint64_t)QKV_PAGE_TOKENS << (QKV_TURN_LEVELS - 1))
 
-typedef enum qkv_turn_rule { QKV_TURN_PAGE = 1, QKV_TURN_BLOCKS = 2 } qkv_turn_rule;  // the calibration's format
+typedef enum qkv_turn_rule { QKV_TURN_PAGE = 1, QKV_TURN_BLOCKS = 2 } qkv_turn_rule;  // a format
 
 typedef struct qkv_turn_plan {
   qkv_turn_rule rule;

@@ -1,6 +1,7 @@
 // Self-calibration: what a store's models learn from the sessions that are opened with them.
 #include "engine/cache/holdout.h"
 #include "engine/cache/learner_internal.h"
+#include "engine/codec/calibration_internal.h"
 #include "tests/engine/cache/taught_store.h"
 #include "tests/engine/cache/used_session.h"
 
@@ -457,6 +458,35 @@ static void test_codings_go(void **state) {
   assert_int_equal(qkv_calibration_bytes_held(), 0);
 }
 
+// Codebooks for what the model's layers and its sessions are coded with; not for others.
+static void test_sections_are_learnt(void **state) {
+  (void)state;
+  const qkv_model *model;
+  int runs = 0;
+  qkv_layer_override override = {.layer = 0, .policy = QKV_POLICY_UNSET};
+  override.policy.codec = qkv_codec_by_name("pq");
+  override.policy.bits_k = override.policy.bits_v = 2;
+  qkv_store *store = make_store_with(64 << 20, FIRST, &override, 1, &model);
+  const uint64_t before = qkv_learner_cost(model->learner);
+  qkv_policy policy = model->policy;
+  policy.codec = override.policy.codec;
+  policy.bits_k = policy.bits_v = 1;
+  qkv_learner_note_kind(model->learner, &policy, QKV_PURPOSE_ATTEND);
+  const uint64_t section = 64 + (uint64_t)512 * LAYERS * HEADS * 2 * DIM;
+  assert_int_equal(qkv_learner_cost(model->learner) - before, section + section / 4);
+  sequence rows = structured_rows(model, TOKENS, 21);
+  feed(store, &rows);
+  assert_true(qkv_store_learn(store, NULL, count_runs, &runs));
+  assert_int_equal(runs, 1);
+  const qkv_calibration *learnt = qkv_calibration_slot_get(model->calibration);
+  assert_non_null(qkvi_calibration_section(learnt, override.policy.codec->id, 1));
+  assert_non_null(qkvi_calibration_section(learnt, override.policy.codec->id, 2));
+  assert_null(qkvi_calibration_section(learnt, override.policy.codec->id, 4));
+  qkv_calibration_unref(&learnt);
+  free_sequence(&rows);
+  qkv_store_destroy(&store);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_pages_to_come_are_calibrated),
@@ -472,6 +502,7 @@ int main(void) {
       cmocka_unit_test(test_a_drift_is_learnt_from),
       cmocka_unit_test(test_one_that_failed_is_due_again),
       cmocka_unit_test(test_its_own_is_not_taken_for_brought),
+      cmocka_unit_test(test_sections_are_learnt),
       cmocka_unit_test(test_codings_go),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -142,6 +142,15 @@ static void codebooks_of_the_calibration_gain(void **state) {
   assert_int_equal(qkv_calibration_read(file, size, &again, &error), QKV_OK);
   (void)measure("pq", 2, &rope, again, read_again);
   assert_memory_equal(read_again, with, sizeof with);
+  // A section has what would be found at the first use.
+  const qkv_policy policy = {.codec = qkv_codec_by_name("pq"), .bits_k = 2, .bits_v = 2};
+  const qkv_calibration *plain = again;
+  qkv_section_wants wants = {0};
+  qkv_section_want(&wants, &policy);
+  assert_int_equal(qkv_calibration_add_sections(&plain, &wants, NULL, &again, &error), QKV_OK);
+  assert_int_not_equal(qkv_calibration_version(again), qkv_calibration_version(calibration));
+  (void)measure("pq", 2, &rope, again, read_again);
+  assert_memory_equal(read_again, with, sizeof with);
   qkv_calibration_unref((const qkv_calibration **)&again);
   qkv_calibration_unref(&calibration);
 }

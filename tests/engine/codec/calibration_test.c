@@ -6,8 +6,13 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xxhash.h>
 
 #include "engine/codec/calibration_internal.h"
+#include "engine/codec/codec.h"
+#include "engine/codec/pq_book.h"
 #include "naive.h"
 
 static qkv_calibration_shape shape_of(uint32_t key_dim, uint32_t value_dim, bool rope) {
@@ -312,8 +317,8 @@ typedef struct damage {
 static const damage damages[] = {
     {0, 0x50564b51, QKV_DATA_LOSS,
      "calibration.magic is 0x50564b51, expected 0x43564b51: this is no calibration file"},
-    {4, 0, QKV_INVALID_ARGUMENT, "calibration.format is 0, this build reads 1 to 2"},
-    {4, 3, QKV_INVALID_ARGUMENT, "calibration.format is 3, this build reads 1 to 2"},
+    {4, 0, QKV_INVALID_ARGUMENT, "calibration.format is 0, this build reads 1 to 3"},
+    {4, 4, QKV_INVALID_ARGUMENT, "calibration.format is 4, this build reads 1 to 3"},
     {4, 2, QKV_DATA_LOSS, "calibration has 24256 bytes, its geometry takes 21952"},
     {24, 0, QKV_INVALID_ARGUMENT, "calibration.layers is 0, allowed are 1 to 1024"},
     {28, 2000, QKV_INVALID_ARGUMENT, "calibration.kv_heads is 2000, allowed are 1 to 1024"},
@@ -451,6 +456,158 @@ static void golden_files(void **state) {
   check_golden(QKV_SOURCE_DIR "/tests/golden/calibration_v2.bin", 2, 0x86fe226a);
 }
 
+// ---- Sections ----
+
+// Of a small calibration, of pq with 2 and 4 bits: 12 KiB each.
+static qkv_calibration *make_with_sections(size_t *begin) {
+  qkv_calibration_shape shape = shape_of(16, 8, true);
+  shape.layers = shape.kv_heads = shape.q_heads = 1;
+  uint8_t *bytes = make_bytes_of(&shape, 3, 16, 8, begin);
+  const qkv_calibration *plain = read_bytes(bytes, *begin);
+  free(bytes);
+  qkv_section_wants wants = {0};
+  qkv_policy policy = {.codec = qkv_codec_by_name("pq"), .bits_k = 2, .bits_v = 4};
+  qkv_section_want(&wants, &policy);
+  policy = (qkv_policy){.codec = qkv_codec_by_name("kivi"), .bits_k = 2, .bits_v = 2};
+  qkv_section_want(&wants, &policy);
+  policy = (qkv_policy){.codec = policy.codec, .codec_v = qkv_codec_by_name("pq"), .bits_k = 2, .bits_v = 1};
+  qkv_section_want(&wants, &policy);
+  qkv_calibration *calibration = NULL;
+  assert_int_equal(qkv_calibration_add_sections(&plain, &wants, NULL, &calibration, NULL), QKV_OK);
+  assert_null(plain);
+  assert_int_equal(calibration->size, *begin + 2 * (64 + 512 * (16 + 8)));
+  assert_int_equal(calibration->size - *begin, qkv_calibration_sections_cost(&shape, &wants));
+  return calibration;
+}
+
+static void sections_are_found_again(void **state) {
+  (void)state;
+  size_t begin, size;
+  qkv_calibration *made = make_with_sections(&begin);
+  const void *file = qkv_calibration_bytes(made, &size);
+  qkv_calibration *calibration = read_bytes(file, size);
+  const uint8_t *bytes = calibration->bytes;
+  assert_int_equal(qkvi_calibration_section(calibration, 7, 2) - bytes, begin + 64);
+  assert_int_equal(qkvi_calibration_section(calibration, 7, 4) - bytes, begin + 64 + 12288 + 64);
+  assert_null(qkvi_calibration_section(calibration, 7, 1));
+  assert_null(qkvi_calibration_section(calibration, 9, 2));
+  // What is adjusted has them, too.
+  bool drop[QKV_CALIBRATION_PARTS] = {false, true, true};
+  uint8_t *points = malloc(12288);
+  assert_non_null(points);
+  memcpy(points, bytes + begin + 64, 12288);
+  const qkv_calibration *whole = calibration;
+  assert_int_equal(qkv_calibration_adjust(&whole, drop, NULL, NULL, &calibration, NULL), QKV_OK);
+  assert_memory_equal(qkvi_calibration_section(calibration, 7, 2), points, 12288);
+  free(points);
+  unref(calibration);
+  unref(made);
+  // Nothing that is wanted: the same calibration.
+  const qkv_calibration_shape shape = shape_of(16, 8, true);
+  uint8_t *plain = make_bytes_of(&shape, 3, 16, 8, &size);
+  const qkv_calibration *before = read_bytes(plain, size), *same = before;
+  free(plain);
+  assert_int_equal(qkv_calibration_add_sections(&before, &(qkv_section_wants){0}, NULL, &calibration, NULL), QKV_OK);
+  assert_ptr_equal(calibration, same);
+  // Called off.
+  before = calibration;
+  qkv_section_wants wants = {0};
+  const qkv_policy policy = {.codec = qkv_codec_by_name("pq"), .bits_k = 1, .bits_v = 1};
+  const _Atomic bool cancelled = true;
+  qkv_section_want(&wants, &policy);
+  assert_int_equal(qkv_calibration_add_sections(&before, &wants, &cancelled, &calibration, NULL), QKV_CANCELLED);
+  assert_null(calibration);
+}
+
+static void damaged_sections_are_told(void **state) {
+  (void)state;
+  size_t begin, size;
+  qkv_calibration *calibration = make_with_sections(&begin);
+  const void *file = qkv_calibration_bytes(calibration, &size);
+  uint8_t *bytes = malloc(size);
+  assert_non_null(bytes);
+  memcpy(bytes, file, size);
+  const size_t second = begin + 64 + 12288;
+  const damage all[] = {
+      {begin, 0x00020108, QKV_INVALID_ARGUMENT, "calibration has a section of codec 8, which this build has not"},
+      {begin, 0x00020207, QKV_INVALID_ARGUMENT, "calibration's section of pq has version 2, this build reads 1"},
+      {begin, 0x00030107, QKV_DATA_LOSS, "calibration's section of pq is of 3 bits"},
+      {begin, 0x01020107, QKV_DATA_LOSS, "calibration's section of pq has something in reserved fields"},
+      {begin + 32, 1, QKV_DATA_LOSS, "calibration's section of pq has something in reserved fields"},
+      {begin, 0x00040107, QKV_DATA_LOSS, "calibration's section of pq with 4 bits is out of order"},
+      {begin + 8, 0x00003000, QKV_DATA_LOSS, "calibration's section of pq has 12288 bytes of 24704, it takes 12352"},
+      {begin + 64, 0x7c000000, QKV_DATA_LOSS,
+       "calibration's section of pq with 2 bits: a point's coordinate is not within -64 to 64"},
+      {second + 64 + 12284, 0x00007e00, QKV_DATA_LOSS,
+       "calibration's section of pq with 4 bits: a point's coordinate is not within -64 to 64"},
+  };
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+    uint32_t before;
+    memcpy(&before, bytes + all[i].offset, sizeof before);
+    memcpy(bytes + all[i].offset, &all[i].value, sizeof before);
+    qkvi_calibration_seal(bytes, size);
+    // Out of order is what the second one is.
+    expect_refused(bytes, size, all[i].status, all[i].text);
+    memcpy(bytes + all[i].offset, &before, sizeof before);
+  }
+  // Cut behind the first section, and in the second one.
+  const size_t ends[] = {second, second + 63, second + 64, size - 64};
+  for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+    ((qkvi_calibration_header *)bytes)->bytes = ends[i];
+    qkvi_calibration_seal(bytes, ends[i]);
+    if (i == 0) {
+      unref(read_bytes(bytes, ends[i]));
+    } else {
+      expect_refused(bytes, ends[i], QKV_DATA_LOSS, NULL);
+    }
+  }
+  free(bytes);
+  unref(calibration);
+}
+
+// Sections of format 3 as they were first made are made, and read, for ever; and from files without sections the same
+// points are found that pages have been coded with.
+static void golden_sections(void **state) {
+  (void)state;
+  const char *const path = QKV_SOURCE_DIR "/tests/golden/calibration_v3.bin";
+  size_t begin, size;
+  qkv_calibration *calibration = make_with_sections(&begin);
+  const void *bytes = qkv_calibration_bytes(calibration, &size);
+  if (getenv("QKV_GOLDEN_WRITE") != NULL) {
+    FILE *out = fopen(path, "wb");
+    assert_true(out != NULL && fwrite(bytes, 1, size, out) == size);
+    assert_int_equal(fclose(out), 0);
+  }
+  uint8_t *golden = malloc(size + 1);
+  assert_non_null(golden);
+  FILE *file = fopen(path, "rb");
+  if (file == NULL) fail_msg("cannot open %s", path);
+  assert_int_equal(fread(golden, 1, size + 1, file), size);
+  assert_int_equal(fclose(file), 0);
+  assert_memory_equal(bytes, golden, size);
+  free(golden);
+  unref(calibration);
+}
+
+static void points_of_first_formats_stay(void **state) {
+  (void)state;
+  const uint64_t hashes[] = {0xc1ed672eeea0ac40, 0x4fa7bef8216a7f4c};
+  qkv_calibration_shape shape = shape_of(16, 8, true);
+  shape.layers = shape.kv_heads = shape.q_heads = 1;
+  for (uint32_t format = 1; format <= 2; format++) {
+    size_t size;
+    uint8_t *bytes = make_bytes_of(&shape, format, 16, 8, &size);
+    qkv_calibration *calibration = read_bytes(bytes, size);
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      const qkv_pq_book *book = qkv_pq_book_calibrated(calibration, 0, 0, part, 4);
+      const size_t subs = part == QKV_K ? 4 : 2, floats = (2 * 4 + 1) * QKV_PQ_POINTS;
+      assert_int_equal(XXH3_64bits(book->numbers, subs * floats * sizeof(float)), hashes[part]);
+    }
+    unref(calibration);
+    free(bytes);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(bytes_are_as_drawn),
@@ -463,6 +620,10 @@ int main(void) {
       cmocka_unit_test(every_cut_and_every_flip_is_refused),
       cmocka_unit_test(limits_hold_for_writers),
       cmocka_unit_test(golden_files),
+      cmocka_unit_test(sections_are_found_again),
+      cmocka_unit_test(damaged_sections_are_told),
+      cmocka_unit_test(golden_sections),
+      cmocka_unit_test(points_of_first_formats_stay),
       cmocka_unit_test(the_mean_of_what_turns_is_the_anchor),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
