@@ -1,5 +1,6 @@
 #include "engine/codec/outlier_rows.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -38,6 +39,10 @@ static void average_others(const qkvi_row_measures *measures, uint32_t tokens, q
   found->square = usual > 0 ? (float)(squares / usual) : 0;
 }
 
+// Above all factors: what is kept for other reasons than its error, first tokens before heavy hitters.
+#define RANK_SINK INFINITY
+#define RANK_HEAVY FLT_MAX
+
 // How far a row's error is beyond the bound, as a factor; 0: it is not. The error of a key adds to its score, however
 // long the key is. That of a long value is taken relative to its length, as outputs have both.
 static float excess(const qkv_head_coder *head, qkv_part part, const qkvi_outlier_slots *found,
@@ -47,7 +52,8 @@ static float excess(const qkv_head_coder *head, qkv_part part, const qkvi_outlie
   const float usual = OUTLIER_TIMES_USUAL * (part == QKV_K ? found->error : found->relative * reference);
   const float allowed = own < usual || found->others == 0 ? own : usual;
   if (head->outlier_limits[part] == 0) return 0;
-  return measures->errors[t] > allowed ? measures->errors[t] / (allowed > 0 ? allowed : 1e-30f) : 0;
+  if (!(measures->errors[t] > allowed)) return 0;
+  return fminf(measures->errors[t] / (allowed > 0 ? allowed : 1e-30f), RANK_HEAVY / 2);
 }
 
 // The worst ones, if there are more than a page may have.
@@ -113,13 +119,13 @@ qkvi_outlier_slots qkvi_outliers_choose(const qkv_coder *coder, const qkvi_part_
   uint64_t before, longs_before, exact_before;
   for (size_t t = 0; t < rows->tokens && rows->position + t < qkv_embedded(coder)->sinks; t++) {
     found.all |= bit_of(t);
-    excesses[t] = INFINITY;
+    excesses[t] = RANK_SINK;
   }
   for (uint64_t left = rows->head->tiers[rows->part] < QKV_HEAVY_TIER ? rows->heavy : 0; left != 0;
        left &= left - 1) {
     const size_t t = (size_t)__builtin_ctzll(left);
     found.all |= bit_of(t);
-    excesses[t] = INFINITY;
+    excesses[t] = RANK_HEAVY;
   }
   do {
     before = found.all;
@@ -128,7 +134,7 @@ qkvi_outlier_slots qkvi_outliers_choose(const qkv_coder *coder, const qkvi_part_
     average_others(measures, rows->tokens, &found);
     find_longs(rows, measures, &found);
     for (size_t t = 0; t < rows->tokens; t++) {
-      if (excesses[t] == INFINITY) continue;
+      if (excesses[t] >= RANK_HEAVY) continue;
       excesses[t] = excess(rows->head, rows->part, &found, measures, t);
       if (excesses[t] == 0) continue;
       measure_again(rows, t, measures, &found);

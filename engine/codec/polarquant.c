@@ -10,6 +10,8 @@
 
 enum { ID = 4, VERSION = 1, NUMBER_BYTES = 2, NORMS = 1, NO_NORMS = 2 };
 
+#define RMS_MAX 65504.0f  // the largest number of fp16
+
 static bool norms_valid(uint32_t norms) {
   return norms == NORMS || norms == NO_NORMS;
 }
@@ -46,20 +48,25 @@ static void read_channels(const qkv_part_coder *coder, const uint8_t *block, cha
   if (has_norms(coder)) qkv_to_float(QKV_FP16, block + rms_offset(coder), read->rms, QKV_PAGE_TOKENS);
 }
 
+// Deviations are those from the means as they are stored: of a channel that is nearly constant the rounding of its
+// mean is most of it, and no row is further off than all deviations together.
 static void measure(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
   channels found;
   for (size_t c = 0; c < coder->dim; c++) {
-    double sum = 0, square = 0;
+    double sum = 0;
     for (size_t t = 0; t < tokens; t++) sum += (double)rows[t * coder->dim + c];
-    const double mean = sum / tokens;
-    for (size_t t = 0; t < tokens; t++) {
-      const double off = (double)rows[t * coder->dim + c] - mean;
-      square += off * off;
-    }
-    found.means[c] = (float)mean;
-    found.deviations[c] = (float)sqrt(square / tokens);
+    found.means[c] = (float)(sum / tokens);
   }
   qkv_from_float(QKV_BF16, found.means, block, coder->dim);
+  qkv_to_float(QKV_BF16, block, found.means, coder->dim);
+  for (size_t c = 0; c < coder->dim; c++) {
+    double square = 0;
+    for (size_t t = 0; t < tokens; t++) {
+      const double off = (double)rows[t * coder->dim + c] - (double)found.means[c];
+      square += off * off;
+    }
+    found.deviations[c] = (float)sqrt(square / tokens);
+  }
   qkv_from_float(QKV_BF16, found.deviations, block + (size_t)NUMBER_BYTES * coder->dim, coder->dim);
 }
 
@@ -71,7 +78,7 @@ static float code_row(const qkv_part_coder *coder, const channels *of, const flo
     turned[c] = of->deviations[c] > 0 ? (row[c] - of->means[c]) / of->deviations[c] : 0;
     square += (double)turned[c] * (double)turned[c];
   }
-  if (has_norms(coder)) rms = (float)sqrt(square / coder->dim);
+  if (has_norms(coder)) rms = fminf((float)sqrt(square / coder->dim), RMS_MAX);
   for (size_t c = 0; c < coder->dim; c++) turned[c] = rms > 0 ? turned[c] / rms : 0;
   qkv_hadamard_forward(turned, 1, coder->dim);
   for (size_t c = 0; c < coder->dim; c++) codes[c] = qkv_sphere_code(coder->tables, coder->bits, turned[c]);

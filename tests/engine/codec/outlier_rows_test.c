@@ -8,6 +8,7 @@
 #include <xxhash.h>
 
 #include "engine/base/cpu.h"
+#include "engine/codec/heavy.h"
 #include "engine/codec/narrow.h"
 #include "engine/codec/outliers.h"
 #include "engine/kernel/kernel.h"
@@ -313,6 +314,23 @@ static void the_worst_are_kept(void **state) {
     encode(&page);
     const qkv_outliers sinks = kept(page.image, 0, QKV_K);
     assert_int_equal(qkv_outliers_mask(&sinks), 0xffff);
+    // Heavy hitters, here two of any score, before those that err, and after sinks.
+    const float predictor[64] = {1};
+    qkv_head_coder *head = (qkv_head_coder *)&coder_own(page.coder)->heads[0];
+    head->heavy = predictor;
+    head->heavy_least = -1e30f;
+    for (uint32_t few = 16; few >= 14; few--) {
+      coder_own(page.coder)->sinks = few;
+      encode(&page);
+      const qkv_outliers all = kept(page.image, 0, QKV_K);
+      const uint64_t heavy =
+          qkv_heavy_slots(page.coder, 0, 0, TOKENS, QKV_FP32, page.rows[QKV_K], sizeof(float[2][64]));
+      const uint64_t first = (UINT64_C(1) << few) - 1, mask = qkv_outliers_mask(&all);
+      assert_int_equal(__builtin_popcountll(heavy), 2);
+      assert_int_equal(all.count, QKV_OUTLIERS_MAX);
+      assert_int_equal(mask & first, first);
+      assert_int_equal(mask & ~first & ~heavy, 0);
+    }
     release(&page);
   }
 }
