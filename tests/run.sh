@@ -43,7 +43,7 @@ Not among them unless asked for:
             does; needs root, and registers qemu with the kernel for the time; 20 to 40 minutes
   proxies   sessions, kill -9, drains, TLS and the smallest call behind HAProxy, nginx and Envoy as deploy/proxies sets them up;
             installs them, 2 minutes
-  chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of fourteen sets of values and the daemon of each;
+  chart     deploy/helm/qkvd without a cluster: lint, schema, manifests of eighteen sets of values and the daemon of each;
             installs with pip, 1 minute
   compose   what deploy/compose says, its processes run by hand: mutual TLS, two tenants, and a Prometheus, in which every
             expression of dashboard and alerts has figures

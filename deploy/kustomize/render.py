@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes deploy/kustomize/base from the Helm chart: a StatefulSet whose tokens are the secret qkvd-tokens.
+"""Writes deploy/kustomize/base from the Helm chart: a StatefulSet whose tokens are the secret qkvd-tokens,
+and whose certificate is the secret qkvd-tls.
 
 Usage: deploy/kustomize/render.py [--out DIR]. Needs helm-python-sdk and PyYAML; tests/deploy/chart.sh has both, and compares.
 """
@@ -11,7 +12,7 @@ import helm_python as helm
 import yaml
 
 HERE = pathlib.Path(__file__).resolve().parent
-VALUES = {"auth": {"secretName": "qkvd-tokens"}, "kubeVersion": "1.30"}
+VALUES = {"auth": {"secretName": "qkvd-tokens"}, "tls": {"secretName": "qkvd-tls"}, "kubeVersion": "1.30"}
 OF_HELM = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 HEAD = "# Made by deploy/kustomize/render.py from deploy/helm/qkvd.\n"
 

@@ -17,6 +17,7 @@ import runpy
 import shutil
 import socket
 import ssl
+import stat
 import subprocess
 import tempfile
 import time
@@ -34,36 +35,49 @@ PATIENCE = 60
 TOKENS = {"reader": ("*", "read"), "worker": ("team-a", "read,write")}
 SUBJECT = "system:serviceaccount:team-a:worker"
 RFC_8037_KEY = {"kty": "OKP", "crv": "Ed25519", "kid": "example", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}
-AUTH = {"auth": {"secretName": "tokens"}}
+TLS = {"tls": {"secretName": "certificate"}}
+AUTH = {"auth": {"secretName": "tokens"}, **TLS}
+SCRAPED = {"enabled": True, "tokenSecret": {"name": "reader"}}
 CALLER = [{"podSelector": {"matchLabels": {"app": "worker"}}}]
 GOOD = {
     "defaults": {"anonymous": True},
-    "daemonset": {"kind": "DaemonSet", "anonymous": True, "installSeccompProfile": True},
+    "daemonset": {"kind": "DaemonSet", "anonymous": True, "installSeccompProfile": True, "socket": {"enabled": True}},
     "memory alone": {"storage": {"enabled": False}, "anonymous": True},
-    "daemonset in memory alone": {"kind": "DaemonSet", "storage": {"enabled": False}, **AUTH},
+    "daemonset in memory alone": {"kind": "DaemonSet", "storage": {"enabled": False}, "auth": {"secretName": "tokens"},
+                                  "tls": {"elsewhere": True}},
+    "daemonset with a socket": {"kind": "DaemonSet", **AUTH, "socket": {"enabled": True}, "storage": {"size": "900Mi"}},
     "three replicas": {"replicas": 3, "podDisruptionBudget": {"maxUnavailable": "34%"}, "anonymous": True},
     "no policies": {"networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}, "anonymous": True},
     "storage class": {"storage": {"storageClassName": "fast", "size": "1Ti"}, "anonymous": True, "appArmorProfile": {}},
-    "huge pages": {"resources": {"hugepages-2Mi": "4Gi", "nvidia.com/gpu": "1"}, "memoryBudgetMiB": 3500, "anonymous": True},
+    # Numbers that Helm, which reads them as floats, would write with an exponent.
+    "much": {"resources": {"ephemeral-storage": "64Mi"}, "memoryBudgetMiB": 4000000, "anonymous": True, "storage": {"size": "1000Ti"},
+             "options": {"limit-sessions": 16777216, "limit-objects": 1000000, "bits": 2.5}},
     "options": {"options": {"bits": 3, "limit-sessions": 1000, "low-rank": "auto", "keep-full": True,
-                            "calibrate-skip": ["a", "b"]}, "drainGraceSeconds": 30, "port": 9000, "anonymous": True},
+                            "calibrate-skip": ["a", "b"]}, "drainGraceSeconds": 30, "port": 9000, "anonymous": True,
+                "fullnameOverride": "cache", "image": {"digest": "sha256:" + 64 * "0"}},
     "placed": {"nodeSelector": {"pool": "kv"}, "tolerations": [{"key": "kv", "operator": "Exists"}],
                "podAnnotations": {"a": "b"}, "podLabels": {"c": "d"}, "imagePullSecrets": [{"name": "s"}],
-               "priorityClassName": "high", "anonymous": True,
+               "priorityClassName": "high", "anonymous": True, "topologySpreadConstraints": [
+                   {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"},
+                   {"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule",
+                    "labelSelector": {"matchLabels": {"a": "b"}}}],
                "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
                    {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b"}}}]}},
                "seccompProfile": {"type": "Localhost", "localhostProfile": "qkvd.json"},
                "appArmorProfile": {"type": "Localhost", "localhostProfile": "qkvd"},
                "networkPolicy": {"from": CALLER, "metricsFrom": CALLER}},
-    "tokens": {**AUTH, "admin": {"auth": True}, "serviceMonitor": {"enabled": True, "tokenSecret": {"name": "reader"}}},
+    "tokens": {**AUTH, "serviceMonitor": SCRAPED, "networkPolicy": {"metricsFrom": CALLER}},
+    "metrics without a token": {**AUTH, "admin": {"auth": False}, "serviceMonitor": {"enabled": True},
+                                "networkPolicy": {"enabled": False}},
     "mutual TLS": {"tls": {"secretName": "certificate", "clientCA": True}, "replicas": 2,
-                   "auth": {"lines": "cert CN=worker-a team-a read,write\n"},
+                   "auth": {"lines": "cert CN=worker-a team-a read,write\n"}, "admin": {"auth": False},
                    "quotas": {"lines": "team-a sessions=7\n*  calls=64\n"}},
     "cert-manager": {"tls": {"certManager": {"enabled": True, "issuer": {"name": "ours", "kind": "ClusterIssuer"},
-                                             "dnsNames": ["kv.example"]}}, **AUTH,
+                                             "dnsNames": ["kv.example"]}}, "auth": {"secretName": "tokens"},
+                     "networkPolicy": {"metricsFrom": [{"podSelector": {}}]},
                      "quotas": {"configMapName": "quotas"}, "prometheusRule": {"enabled": True, "labels": {"x": "y"}},
-                     "serviceMonitor": {"enabled": True}},
-    "service accounts": {"auth": {"lines": f"jwt sub={SUBJECT} team-a read,write\n"},
+                     "serviceMonitor": SCRAPED},
+    "service accounts": {**TLS, "auth": {"lines": f"jwt sub={SUBJECT} team-a read,write\n"}, "admin": {"auth": False},
                          "jwt": {"configMapName": "cluster-keys"}},
     "service accounts of another issuer": {**AUTH, "jwt": {"keys": json.dumps({"keys": [RFC_8037_KEY]}),
                                                            "issuer": "https://elsewhere.example", "audience": "kv"}},
@@ -78,6 +92,13 @@ BAD = {
     "a size without a unit": {"storage": {"size": "100"}},
     "an option that has a value of its own": {"options": {"memory-budget": "1GiB"}},
     "an option of access": {"options": {"auth-file": "/etc/tokens"}},
+    "an option that is none": {"options": {"limit-session": 5}},
+    "a label that selects": {"podLabels": {"app.kubernetes.io/name": "other"}},
+    "resources as a pod has them": {"resources": {"limits": {"memory": "1Gi"}}},
+    "a resource without an amount": {"resources": {"ephemeral-storage": "much"}},
+    "a profile that is not named": {"seccompProfile": {"type": "Localhost"}},
+    "a profile that is not of the node": {"appArmorProfile": {"type": "RuntimeDefault", "localhostProfile": "a"}},
+    "a digest that is none": {"image": {"digest": "latest"}},
     "a port beyond all": {"port": 65536},
     "no replica": {"replicas": 0},
     "a kind of AppArmor that is none": {"appArmorProfile": {"type": "None"}},
@@ -87,14 +108,25 @@ CONTRADICTIONS = {
     "nobody could call": {},
     "contradicts auth": {"anonymous": True, **AUTH},
     "needs tls.secretName": {"tls": {"clientCA": True}},
-    "needs tls.certManager.issuer": {"tls": {"certManager": {"enabled": True}}, **AUTH},
+    "needs tls.certManager.issuer": {**AUTH, "tls": {"certManager": {"enabled": True}}},
     "either lines or the name": {"auth": {"secretName": "a", "lines": "b"}},
+    "auth without TLS": {"auth": {"secretName": "a"}},
+    "tls.elsewhere contradicts": {**AUTH, "tls": {"secretName": "a", "elsewhere": True}},
+    "metricsFrom has to select": {**AUTH, "serviceMonitor": SCRAPED},
+    "is for kind=DaemonSet": {**AUTH, "socket": {"enabled": True}},
+    "certificates are not asked for there": {"kind": "DaemonSet", "tls": {"secretName": "a", "clientCA": True},
+                                             "socket": {"enabled": True}},
     "jwt takes either keys": {**AUTH, "jwt": {"keys": "{}", "configMapName": "a"}},
     "jwt needs auth": {"anonymous": True, "jwt": {"keys": "{}"}},
     "admin.auth needs auth": {"admin": {"auth": True}, "anonymous": True},
-    "tokenSecret": {**AUTH, "admin": {"auth": True}, "serviceMonitor": {"enabled": True}},
+    "tokenSecret": {**AUTH, "serviceMonitor": {"enabled": True}, "networkPolicy": {"metricsFrom": CALLER}},
     "are the same": {"port": 7581, "anonymous": True},
 }
+# Options of qkvd that are not among the value options, as other values set them, or as they make qkvd end.
+SET_BY_VALUES = {
+    "listen", "listen-mode", "admin-listen", "admin-auth", "admin-anonymous", "allow-anonymous", "config", "auth-file", "quota-file",
+    "jwks", "jwt-issuer", "jwt-audience", "tls-cert", "tls-key", "tls-client-ca", "memory-budget", "data-dir", "storage-budget",
+    "drain-grace", "drain-notice", "check-health", "print-options", "print-metrics", "help", "version"}
 OPERATORS = {"Certificate", "ServiceMonitor", "PrometheusRule"}  # kinds that Kubernetes itself does not know
 
 
@@ -140,6 +172,30 @@ def check_pod(name, found, values):
     assert megabytes(container["resources"]["limits"]["memory"]) >= budget * 1.1 + 200, f"{name}: the limit is too low"
     assert pod["terminationGracePeriodSeconds"] > values["drainGraceSeconds"] + 50, f"{name}: killed while it drains"
     assert container["securityContext"]["readOnlyRootFilesystem"] and pod["securityContext"]["runAsNonRoot"]
+    selector = workload(found)["spec"]["selector"]["matchLabels"]
+    assert selector == {"app.kubernetes.io/name": "qkvd", "app.kubernetes.io/instance": "kv"}, f"{name}: {selector}"
+    assert selector.items() <= workload(found)["spec"]["template"]["metadata"]["labels"].items(), f"{name}: selects no pod"
+    for each in found:
+        called = values["fullnameOverride"] or "kv"
+        assert each["metadata"]["name"].startswith(called), f"{name}: {each['kind']} {each['metadata']['name']}"
+    spread = pod.get("topologySpreadConstraints", [])
+    assert [each["labelSelector"]["matchLabels"] for each in spread] in ([], [selector, {"a": "b"}]), f"{name}: {spread}"
+    image = container["image"]
+    assert image.endswith(values["image"]["digest"] or f":{values['image']['tag']}"), f"{name}: {image}"
+    # No two releases share a folder of the node.
+    for volume in pod["volumes"]:
+        path = volume.get("hostPath", {}).get("path", "/kubelet/")
+        assert "/kubelet/" in path or path.endswith("/test-kv"), f"{name}: {path}"
+    for service in (each for each in found if each["kind"] == "Service"):
+        headless = service["spec"].get("clusterIP") == "None"
+        assert service["spec"].get("publishNotReadyAddresses", False) == headless, f"{name}: names of pods that drain"
+    config = yaml.safe_load(next(each["data"]["qkvd.yaml"] for each in found if "qkvd.yaml" in each.get("data", {})))
+    for key, value in values["options"].items():
+        assert config[key] == value and type(config[key]) is type(value), f"{name}: {key} is {config[key]}"
+    if values["storage"]["enabled"]:
+        number, unit = re.fullmatch(r"(\d+)(\wi)", values["storage"]["size"]).groups()
+        size = int(number) << {"Mi": 0, "Gi": 10, "Ti": 20}[unit]
+        assert config["storage-budget"] == f"{size * 9 // 10}MiB", f"{name}: {config['storage-budget']}"
     kinds = sorted(each["kind"] for each in found)
     assert kinds.count("Service") == (2 if values["kind"] == "StatefulSet" else 1), f"{name}: {kinds}"
     ports = {each["name"] for each in container["ports"]}
@@ -153,15 +209,15 @@ def check_pod(name, found, values):
 
 
 def check_prepare(found, folder):
-    """What the init container of a DaemonSet does, at other places: the folder's owner, and the profile."""
+    """What the init container of a DaemonSet does, at other places: the folders' owner, and the profile."""
     pod = workload(found)["spec"]["template"]["spec"]
     script = pod["initContainers"][0]["command"][-1]
-    for place in ("data", "seccomp", "config"):
+    for place in ("data", "socket", "seccomp", "config"):
         pathlib.Path(folder, place).mkdir()
         script = re.sub(rf"(?<!\w)/{place}(?=[/\s])", f"{folder}/{place}", script)
     pathlib.Path(folder, "config/seccomp.json").write_text(of_kind(found, "ConfigMap")["data"]["seccomp.json"])
     subprocess.run(["sh", "-ec", script], check=True)
-    assert os.stat(f"{folder}/data").st_uid == 7580
+    assert os.stat(f"{folder}/data").st_uid == os.stat(f"{folder}/socket").st_uid == 7580
     profile = pod["containers"][0]["securityContext"]["seccompProfile"]["localhostProfile"]
     copied = json.loads(pathlib.Path(folder, "seccomp", profile).read_text())
     assert copied == json.loads((ROOT / "deploy/seccomp/qkvd.json").read_text())
@@ -341,7 +397,7 @@ def call(qkvctl, running, *words, tls=None, token=None):
 def check_daemon(name, running, values, tokens, tls, qkvctl):
     for path in running.probes.values():
         assert running.get(path)[0] == 200, f"{name}: the probe of {path} fails"
-    if values["admin"]["auth"]:
+    if values["admin"].get("auth", bool(values["auth"]["secretName"] or values["auth"]["lines"])):
         assert running.get("/metrics")[0] in (401, 403), f"{name}: metrics without a token"
     status, text = running.get("/metrics", tokens["reader"])
     assert status == 200 and "qkvd_ready 1" in text, f"{name}: no metrics"
@@ -358,10 +414,16 @@ def check_daemon(name, running, values, tokens, tls, qkvctl):
         assert call(qkvctl, running, "sessions", **worker)[0] != 0, f"{name}: a call without a token is served"
         worker["token"] = tokens["worker"]
     if values["jwt"]["configMapName"]:
-        assert call(qkvctl, running, "sessions")[0] != 0, f"{name}: a call without a JWT is served"
+        assert call(qkvctl, running, "sessions", **worker)[0] != 0, f"{name}: a call without a JWT is served"
         worker["token"] = tokens["account"]
     status, said = call(qkvctl, running, "sessions", **worker)
     assert status == 0, f"{name}: {said}"
+    if values["socket"]["enabled"]:
+        socket_file = running.places["/run/qkvd"] / "qkvd.sock"
+        assert stat.S_IMODE(socket_file.stat().st_mode) == int(values["socket"]["mode"], 8), f"{name}: the socket's mode"
+        done = subprocess.run([qkvctl, "sessions", "--target", f"unix:{socket_file}"], capture_output=True, text=True,
+                              env={"QKVD_TOKEN": worker["token"]} if "token" in worker else {})
+        assert done.returncode == 0, f"{name}: {done.stderr}"
 
 
 def check_reload(found, values, known, tokens, qkvd, qkvctl):
@@ -380,8 +442,18 @@ def check_reload(found, values, known, tokens, qkvd, qkvctl):
         project(place, {"auth-file": f"{reader}\n{worker}\n"})
         wait_for(served, "a token that was added is not let in")
         project(running.places["/etc/qkvd-quotas"], {"quotas": "team-a sessions=9\n"})
-        wait_for(lambda: 'qkvd_tenant_quota_limit{tenant="team-a",resource="sessions"} 9' in running.get("/metrics")[1],
+        wait_for(lambda: 'qkvd_tenant_quota_limit{tenant="team-a",resource="sessions"} 9' in running.get("/metrics", tokens["reader"])[1],
                  "a changed quota is not in force")
+
+
+def check_options(qkvd):
+    """The schema knows each option of qkvd, but for those that other values set."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = set(schema["properties"]["options"]["propertyNames"]["enum"])
+    told = subprocess.run([qkvd, "--help"], check=True, capture_output=True, text=True).stdout
+    there = set(re.findall(r"^ *--([a-z][a-z-]*)", told, re.MULTILINE))
+    assert known | SET_BY_VALUES == there and not known & SET_BY_VALUES, (
+        f"values.schema.json: options {sorted(there - known - SET_BY_VALUES)} are missing, {sorted(known - there)} are none")
 
 
 def check_kustomize():
@@ -421,6 +493,7 @@ def main():
             check_operators(name, found)
             with pod(found, values, known, qkvd) as running:
                 check_daemon(name, running, values, tokens, f"{folder}/tls", qkvctl)
+        check_options(qkvd)
         check_kustomize()
         check_prepare(render(GOOD["daemonset"], "1.32"), folder)
         given = GOOD["cert-manager"]

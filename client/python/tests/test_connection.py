@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent import futures
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -19,6 +20,7 @@ from daemon import Daemon
 
 import qkvd
 from qkvd import connection
+from qkvd.locks import calls_under_way
 from qkvd.v1 import admin_pb2, kv_cache_pb2
 
 
@@ -60,6 +62,48 @@ def test_deadline(daemon, model, session):
             for _ in range(2):
                 with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
                     stream.attend([item], timeout=0.2)
+
+
+def test_an_interrupted_step_ends_the_decode_stream(daemon, client, session, rows, queries):
+    """Its answer, which comes all the same, is not the next step's."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+
+    session.append(0, *rows(3))
+    item = qkvd.Item(session=session.name, q=queries(1))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with client.decode() as stream:
+            stream.attend([item])
+            with daemon.stopped(), pytest.raises(Interrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                stream.attend([item])
+            with pytest.raises(qkvd.Cancelled, match="broken off"):
+                stream.attend([item])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert calls_under_way._streams == 0
+
+
+def test_streams_that_do_not_begin_are_not_counted(client, session, queries, monkeypatch):
+    """Without a thread for their watches; a fork would find them open for ever."""
+    item = qkvd.Item(session=session.name, q=queries(1))
+
+    def none_left(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    with client.decode() as stream:
+        monkeypatch.setattr("qkvd.decode.threading", SimpleNamespace(Thread=none_left))
+        with pytest.raises(RuntimeError):
+            stream.attend([item])
+    monkeypatch.setattr("qkvd.waits.Watch.start", none_left)
+    with pytest.raises(RuntimeError):
+        list(client.fetch_rows(session.name))
+    assert calls_under_way._streams == 0
 
 
 LARGE = {  # calls whose messages are more than a socket takes from a daemon that does not read

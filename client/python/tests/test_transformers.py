@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import qkvd  # noqa: E402
-from qkvd.transformers import QkvdCache  # noqa: E402
+from qkvd.transformers import QkvdCache, attention  # noqa: E402
 
 TINYLM = os.environ.get("QKV_TINYLM") or os.path.join(
     os.path.dirname(__file__), "..", "..", "..", "tests", "data", "tinylm"
@@ -320,6 +320,17 @@ def test_dtypes(client):
                 logits = model(ids, past_key_values=cache).logits
                 assert logits.dtype == dtype
                 torch.testing.assert_close(logits, model(ids).logits, rtol=0.1, atol=0.1)
+
+
+def test_keys_are_attended_with_once(client):
+    """An attention that is asked twice would append its rows twice."""
+    q, k, v = (torch.rand(1, heads, 3, 16) for heads in (4, 2, 2))
+    with QkvdCache(client, small("llama"), policy=qkvd.EXACT, model_name="once") as cache:
+        key, value = cache.layers[0].update(k, v)
+        attention(None, q, key, value, None)
+        with pytest.raises(qkvd.Unimplemented, match="layer 0 attends with keys that it has attended with before"):
+            attention(None, q, key, value, None)
+        assert [session.lengths[0] for session in cache.sessions] == [3]
 
 
 def test_what_is_refused(client):

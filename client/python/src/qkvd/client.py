@@ -614,6 +614,7 @@ class Client:
             calls_under_way.stream_begins()
             watch = waits.Watch(answers, left)
             try:
+                watch.start()
                 for answer in answers:
                     watch.cancel()
                     began = True

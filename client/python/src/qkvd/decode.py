@@ -21,8 +21,9 @@ from qkvd.locks import Lock, calls_under_way
 class DecodeStream:
     """`attend` over one open call; made by `Client.decode`. One request is answered before the next is sent.
 
-    Items that fail leave the stream as it is. A request that is refused as a whole, a timeout or a lost connection end it:
-    every further call then raises the same error. Steps of several threads take turns.
+    Items that fail leave the stream as it is. A request that is refused as a whole, a timeout, a lost connection or an
+    exception in the middle of a step (KeyboardInterrupt) end it: every further call then raises the same error. Steps of
+    several threads take turns.
     """
 
     def __init__(self, start: Callable[[Iterator[bytes], str | None], Any], timeout: float):
@@ -84,6 +85,9 @@ class DecodeStream:
             self._fail(errors.Unavailable("the daemon has ended the decode stream"))
         except grpc.RpcError as error:
             self._fail(late("Decode", seconds) if self._late else errors.of_call(error, "Decode", None))
+        except BaseException:  # a signal, or no thread is left: the answer would be taken for the next step's
+            self._fail(errors.Cancelled("a step of the decode stream was broken off"))
+            raise
         finally:
             self._deadline = float("inf")
         assert self._failure is not None

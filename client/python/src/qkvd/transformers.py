@@ -308,6 +308,8 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Appends the rows and attends the queries, [batch, heads, tokens, dim]; gives [batch, tokens, heads, dim]."""
         cache = self.cache
+        if cache._unattended != self.index:
+            raise Unimplemented(f'layer {self.index} attends with keys that it has attended with before; use mode="fetch"')
         begin, count = self.length, query.shape[2]
         self._pad(padding)
         q, k, v = (states.detach().cpu().transpose(1, 2) for states in (query, key, value))

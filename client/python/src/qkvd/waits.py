@@ -44,14 +44,13 @@ def _leave(call: Any) -> None:
 
 
 class Watch(threading.Timer):
-    """Cancels a stream's call that is late with its first answer; `cancel` ends the watch."""
+    """Cancels a stream's call that is late with its first answer; from `start` to `cancel`."""
 
     def __init__(self, answers: Any, left: float):
         super().__init__(left + GRACE, self._fire)
         self.daemon = True
         self._answers = answers
         self._late = False
-        self.start()
 
     def _fire(self) -> None:
         self._late = True

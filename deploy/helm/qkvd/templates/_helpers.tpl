@@ -1,5 +1,5 @@
 {{- define "qkvd.name" -}}
-{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{ .Values.fullnameOverride | default .Release.Name | trunc 50 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "qkvd.selector" -}}
@@ -16,7 +16,32 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{/* The whole process keeps to memory-budget and a tenth; 256 MiB are for code, stacks and messages. */}}
 {{- define "qkvd.memory" -}}
-{{ add (div (mul (int .Values.memoryBudgetMiB) 11) 10) 256 }}Mi
+{{ add (div (mul (int64 .Values.memoryBudgetMiB) 11) 10) 256 }}Mi
+{{- end }}
+
+{{- define "qkvd.image" -}}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag }}{{ end }}
+{{- end }}
+
+{{/* storage-budget in MiB: nine tenths of storage.size, as the file system's own tables and the journal take some. */}}
+{{- define "qkvd.storageBudgetMiB" -}}
+{{- $size := .Values.storage.size }}
+{{- $number := regexFind "^[0-9]+" $size | int64 }}
+{{- $unit := index (dict "Mi" 1 "Gi" 1024 "Ti" 1048576) (regexFind "[MGT]i$" $size) | int64 }}
+{{- div (mul $number $unit 9) 10 }}
+{{- end }}
+
+{{/* Folders of the node, one of each release. */}}
+{{- define "qkvd.dataPath" -}}
+{{ .Values.storage.hostPath | default (printf "/var/lib/qkvd/%s-%s" .Release.Namespace (include "qkvd.name" .)) }}
+{{- end }}
+{{- define "qkvd.socketPath" -}}
+{{ .Values.socket.hostPath | default (printf "/run/qkvd/%s-%s" .Release.Namespace (include "qkvd.name" .)) }}
+{{- end }}
+
+{{/* Whether metrics need a token: empty where they do not. */}}
+{{- define "qkvd.adminAuth" -}}
+{{- if kindIs "bool" .Values.admin.auth }}{{ if .Values.admin.auth }}true{{ end }}{{ else if include "qkvd.auth" . }}true{{ end }}
 {{- end }}
 
 {{/* Names of what holds certificates, the auth-file, keys of JWTs and the quotas; empty where there is none. */}}
@@ -63,13 +88,29 @@ qkvd/{{ .Files.Get "files/seccomp.json" | sha256sum | trunc 12 }}.json
 {{- if and (include "qkvd.jwks" .) (not $auth) }}
 {{- fail "jwt needs auth.secretName or auth.lines, whose lines say which subjects may do what" }}
 {{- end }}
-{{- if and .Values.admin.auth (not $auth) }}
+{{- if and $auth (not $tls) (not .Values.tls.elsewhere) }}
+{{- fail "auth without TLS: everybody on the way can read and use the tokens; set tls.secretName or tls.certManager, or tls.elsewhere=true where a service mesh encrypts" }}
+{{- end }}
+{{- if and .Values.tls.elsewhere $tls }}
+{{- fail "tls.elsewhere contradicts tls.secretName and tls.certManager" }}
+{{- end }}
+{{- $adminAuth := include "qkvd.adminAuth" . }}
+{{- if and $adminAuth (not $auth) }}
 {{- fail "admin.auth needs auth.secretName or auth.lines" }}
 {{- end }}
-{{- if and .Values.admin.auth .Values.serviceMonitor.enabled (not .Values.serviceMonitor.tokenSecret.name) }}
+{{- if and $adminAuth .Values.serviceMonitor.enabled (not .Values.serviceMonitor.tokenSecret.name) }}
 {{- fail "admin.auth: serviceMonitor.tokenSecret.name has to name the secret with Prometheus' token" }}
 {{- end }}
-{{- if eq (int .Values.port) (int .Values.admin.port) }}
+{{- if and .Values.serviceMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
+{{- fail "serviceMonitor.enabled: networkPolicy.metricsFrom has to select Prometheus, as only pods of this namespace may read metrics; [{podSelector: {}}] where it is one of them" }}
+{{- end }}
+{{- if and .Values.socket.enabled (ne .Values.kind "DaemonSet") }}
+{{- fail "socket.enabled is for kind=DaemonSet" }}
+{{- end }}
+{{- if and .Values.socket.enabled (not (or $auth .Values.anonymous)) }}
+{{- fail "socket.enabled: certificates are not asked for there; set auth.secretName or auth.lines" }}
+{{- end }}
+{{- if eq (int64 .Values.port) (int64 .Values.admin.port) }}
 {{- fail "port and admin.port are the same" }}
 {{- end }}
 {{- end }}
@@ -78,6 +119,7 @@ qkvd/{{ .Files.Get "files/seccomp.json" | sha256sum | trunc 12 }}.json
 {{- $version := .Values.kubeVersion | default .Capabilities.KubeVersion.Version }}
 {{- $fields := semverCompare ">=1.30.0-0" $version }}
 {{- $owner := and .Values.storage.enabled .Values.storage.hostPathOwner (eq .Values.kind "DaemonSet") }}
+{{- $prepare := or $owner .Values.socket.enabled .Values.installSeccompProfile }}
 metadata:
   labels:
     {{- include "qkvd.labels" . | nindent 4 }}
@@ -96,7 +138,7 @@ metadata:
 spec:
   automountServiceAccountToken: false
   # The drain, what sessions take to reach the disk, and slack.
-  terminationGracePeriodSeconds: {{ add (int .Values.drainNoticeSeconds) (int .Values.drainGraceSeconds) 60 }}
+  terminationGracePeriodSeconds: {{ add (int64 .Values.drainNoticeSeconds) (int64 .Values.drainGraceSeconds) 60 }}
   securityContext:
     runAsNonRoot: true
     runAsUser: 7580
@@ -124,7 +166,14 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- if or $owner .Values.installSeccompProfile }}
+  {{- with .Values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    {{- $own := dict "labelSelector" (dict "matchLabels" (include "qkvd.selector" $ | fromYaml)) }}
+    - {{- merge (deepCopy .) (ternary dict $own (hasKey . "labelSelector")) | toYaml | nindent 6 }}
+    {{- end }}
+  {{- end }}
+  {{- if $prepare }}
   initContainers:
     - name: prepare
       image: {{ .Values.prepareImage }}
@@ -135,6 +184,10 @@ spec:
           {{- if $owner }}
           chown 7580:7580 /data
           chmod 700 /data
+          {{- end }}
+          {{- if .Values.socket.enabled }}
+          chown 7580:7580 /socket
+          chmod 755 /socket
           {{- end }}
           {{- if .Values.installSeccompProfile }}
           mkdir -p "/seccomp/$(dirname {{ include "qkvd.seccomp" . }})"
@@ -158,6 +211,10 @@ spec:
         - name: data
           mountPath: /data
         {{- end }}
+        {{- if .Values.socket.enabled }}
+        - name: socket
+          mountPath: /socket
+        {{- end }}
         {{- if .Values.installSeccompProfile }}
         - name: config
           mountPath: /config
@@ -168,7 +225,7 @@ spec:
   {{- end }}
   containers:
     - name: qkvd
-      image: "{{ .Values.image.repository }}:{{ .Values.image.tag }}"
+      image: {{ include "qkvd.image" . | quote }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       args: ["--config", "/etc/qkvd/qkvd.yaml"]
       {{- with .Values.extraEnv }}
@@ -177,9 +234,9 @@ spec:
       {{- end }}
       ports:
         - name: grpc
-          containerPort: {{ .Values.port }}
+          containerPort: {{ int64 .Values.port }}
         - name: admin
-          containerPort: {{ .Values.admin.port }}
+          containerPort: {{ int64 .Values.admin.port }}
       securityContext:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: true
@@ -253,6 +310,10 @@ spec:
         - name: data
           mountPath: /var/lib/qkvd
         {{- end }}
+        {{- if .Values.socket.enabled }}
+        - name: socket
+          mountPath: /run/qkvd
+        {{- end }}
         {{- with .Values.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -291,7 +352,13 @@ spec:
     {{- if and .Values.storage.enabled (eq .Values.kind "DaemonSet") }}
     - name: data
       hostPath:
-        path: {{ .Values.storage.hostPath }}
+        path: {{ include "qkvd.dataPath" . }}
+        type: DirectoryOrCreate
+    {{- end }}
+    {{- if .Values.socket.enabled }}
+    - name: socket
+      hostPath:
+        path: {{ include "qkvd.socketPath" . }}
         type: DirectoryOrCreate
     {{- end }}
     {{- with .Values.extraVolumes }}
