@@ -25,7 +25,7 @@ def main():
     assert len(alerts) > 10
     for alert in alerts:
         name = alert.split("\n", 1)[0]
-        runbook = re.search(r"^ +runbook: (\S+)#(\S+)$", alert, re.MULTILINE)
+        runbook = re.search(r"^ +runbook_url: (\S+)#(\S+)$", alert, re.MULTILINE)
         assert runbook, f"{name} has no runbook"
         assert runbook[2] == name.lower(), f"{name}: its runbook is {runbook[2]}"
         assert len(section((ROOT / runbook[1]).read_text(), runbook[2])) > 40, f"{runbook[1]} says nothing of {name}"

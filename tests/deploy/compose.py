@@ -240,7 +240,7 @@ def questions():
     found = []
     for panel in json.loads((ROOT / "deploy/grafana/qkvd.json").read_text())["panels"]:
         for target in panel["targets"]:
-            expression = target["expr"].replace("$instance", ".*").replace("$__rate_interval", "10s")
+            expression = re.sub(r"\$(instance|tenant|model)\b", ".*", target["expr"]).replace("$__rate_interval", "10s")
             assert "$" not in expression, f"{panel['title']}: {expression}"
             found.append((panel["title"], expression))
     for rule in yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"][0]["rules"]:
