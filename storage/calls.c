@@ -129,10 +129,8 @@ static qkv_status check_put(const qkv_storage *storage, const qkv_storage_put_re
   return QKV_OK;
 }
 
-// Under the lock: checks the limits, then assigns the numbers.
-static qkv_status admit(qkv_storage *storage, qkvi_put *put, qkv_error *error) {
+qkv_status qkvi_admit(qkv_storage *storage, qkvi_put *put, uint64_t dirty_max, qkv_error *error) {
   const uint64_t bytes = put->request.bytes, extent = qkvi_record_extent(bytes);
-  const uint64_t dirty_max = storage->config.dirty_bytes_max;
   if (storage->dirty_bytes > 0 && (bytes > dirty_max || storage->dirty_bytes > dirty_max - bytes)) {
     storage->stats.puts_refused++;
     return qkv_fail(error, QKV_UNAVAILABLE,
@@ -163,7 +161,7 @@ qkv_status qkv_storage_put(qkv_storage *storage, const qkv_storage_put_request *
                     .tokens = request->meta.tokens,
                     .segment = QKVI_NO_SEGMENT};
   pthread_mutex_lock(&storage->lock);
-  const qkv_status status = admit(storage, put, error);
+  const qkv_status status = qkvi_admit(storage, put, storage->config.dirty_bytes_max, error);
   if (status == QKV_OK) {
     *record = put->record;
     qkvi_post_locked(storage, &put->message);
@@ -323,20 +321,27 @@ static qkv_status verify_piece(qkv_storage *storage, const qkv_record_info *info
   return status;
 }
 
+typedef struct check_begin {
+  sem_t begun;
+  qkv_status status;
+} check_begin;
+
 static void check_begun(void *context, qkv_status status) {
-  (void)status;
-  (void)sem_post(context);
+  check_begin *begin = context;
+  begin->status = status;
+  (void)sem_post(&begin->begun);
 }
 
 qkv_status qkv_storage_verify(qkv_storage *storage, bool (*progress)(void *context, uint64_t done, uint64_t all),
                               void *context, qkv_storage_verify_report *report) {
   *report = (qkv_storage_verify_report){0};
   qkv_record_info *infos = NULL;
-  sem_t begun;
-  if (sem_init(&begun, 0, 0) != 0) abort();
-  qkvi_begin_check(storage, check_begun, &begun);
-  while (sem_wait(&begun) != 0) assert(errno == EINTR);
-  (void)sem_destroy(&begun);
+  check_begin begin = {.status = QKV_OK};
+  if (sem_init(&begin.begun, 0, 0) != 0) abort();
+  qkvi_begin_check(storage, check_begun, &begin);
+  while (sem_wait(&begin.begun) != 0) assert(errno == EINTR);
+  (void)sem_destroy(&begin.begun);
+  if (begin.status != QKV_OK) report->bad++;
   const size_t all = snapshot(storage, &infos);
   qkv_status status = QKV_OK;
   for (size_t at = 0; at < all && status == QKV_OK; at += VERIFY_PIECE) {

@@ -106,18 +106,14 @@ static void retry_later(qkv_storage *storage) {
   }
 }
 
-void qkvi_compact_consider(qkv_storage *storage) {
+// All records of the segment can be found now; or not, then it stays.
+static void move_listed(void *context, qkv_status status) {
+  qkv_storage *storage = context;
   qkvi_compaction *compaction = &storage->compaction;
-  if (compaction->segment != QKVI_NO_SEGMENT) return;
-  qkvi_segment *segment = choose(storage);
-  if (segment == NULL) {
-    retry_later(storage);
-    return;
-  }
-  compaction->segment = segment->slot;
-  segment->users++;
-  qkvi_begin_walk(storage, segment->slot);
-  compaction->records = qkvi_checked(malloc(segment->live_records * sizeof *compaction->records));
+  qkvi_segment *segment = storage->segments[compaction->segment];
+  compaction->listing = false;
+  if (status != QKV_OK) segment->unmovable = true;
+  compaction->records = qkvi_checked(malloc((segment->live_records + 1) * sizeof *compaction->records));
   compaction->count = compaction->next = 0;
   for (uint32_t place = 0; place < qkvi_index_places(storage->index); place++) {
     qkvi_entry entry;
@@ -130,6 +126,20 @@ void qkvi_compact_consider(qkv_storage *storage) {
   if (storage->config.compact_bytes_per_s > 0)
     uv_timer_start(&storage->compact_tick, qkvi_compact_tick, TICK_MS, TICK_MS);
   qkvi_compact_go(storage);
+}
+
+void qkvi_compact_consider(qkv_storage *storage) {
+  qkvi_compaction *compaction = &storage->compaction;
+  if (compaction->segment != QKVI_NO_SEGMENT) return;
+  qkvi_segment *segment = choose(storage);
+  if (segment == NULL) {
+    retry_later(storage);
+    return;
+  }
+  compaction->segment = segment->slot;
+  compaction->listing = true;
+  segment->users++;
+  qkvi_begin_walk(storage, segment->slot, move_listed, storage);
 }
 
 // ---- One record ----
@@ -237,7 +247,7 @@ void qkvi_compact_moved(qkv_storage *storage, qkvi_put *put, qkv_status status) 
 
 void qkvi_compact_go(qkv_storage *storage) {
   qkvi_compaction *compaction = &storage->compaction;
-  if (compaction->going || compaction->segment == QKVI_NO_SEGMENT) return;
+  if (compaction->going || compaction->listing || compaction->segment == QKVI_NO_SEGMENT) return;
   compaction->going = true;
   const bool unpaced = compaction->asked != NULL || is_pressed(storage);
   while (compaction->next < compaction->count && !compaction->aborted && !storage->ending) {

@@ -1,84 +1,23 @@
-#include "storage/index.h"
+#include "storage/index_internal.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-// For uthash: abort where there is no memory for a record's entry.
-#define uthash_fatal(text) abort()
-#include <uthash.h>
-
-enum { GROUP = 16, CHUNK_GROUPS = 256, SLOTS_FIRST = 1024 };
-#define NONE UINT32_MAX
-
-// The layout is drawn in index.h.
-typedef struct packed_record {
-  uint32_t record, position;
-  uint64_t at : 24, segment : 24, layer : 16;
-  uint64_t blocks : 20, raw : 30, tokens : 10, kind : 4;
-} packed_record;
+enum { GROUP = QKVI_INDEX_GROUP, CHUNK_GROUPS = QKVI_INDEX_CHUNK, SLOTS_FIRST = 1024 };
+#define NONE QKVI_INDEX_NONE
 
 _Static_assert(sizeof(packed_record) == 24, "no padding");
-_Static_assert(QKV_RECORD_TOKENS_MAX == 1u << 10 && QKV_RECORD_KINDS == 1u << 4, "as wide as their fields");
+_Static_assert(QKV_RECORD_TOKENS_MAX == 1u << 10 && QKVI_RECORD_INDEX + 1u == 1u << 4, "as wide as their fields");
 _Static_assert(QKV_SEGMENT_BYTES_MAX / QKV_STORAGE_BLOCK == 1u << 24, "as wide as its field");
 _Static_assert(QKV_RECORD_LAYERS_MAX == 1u << 16 && QKV_RECORD_BYTES_MAX == 1u << 30, "as wide as their fields");
 
-// Only the first group of a run may have fewer than GROUP records, and it has one at least.
-typedef struct qkvi_index_run {
-  struct index_session *session;
-  struct qkvi_index_run *next;          // of the session
-  uint32_t record_high, position_high;  // upper 32 bits
-  uint32_t first, count;                // group, records in it
-} index_run;
-
-typedef struct record_group {
-  index_run *run;  // NULL: free
-  uint32_t next;   // of the run, or of the free ones
-  packed_record records[GROUP];
-} record_group;
-
-typedef struct packed_session {
-  uint32_t count, bytes;
-  uint32_t first_segment, last_segment;  // the least and the greatest slot
-  uint8_t data[];
-} packed_session;
-
-typedef struct index_session {
-  uint64_t session;
-  index_run *runs;         // the one that was added to last first
-  packed_session *packed;  // NULL: none
-  bool stays_packed;
-  UT_hash_handle hh;
-} index_session;
-
-struct qkvi_index {
-  record_group **chunks;  // CHUNK_GROUPS each
-  uint32_t groups, chunks_capacity;
-  uint32_t free;  // the first free group
-  uint32_t *table;
-  uint32_t slots;
-  uint64_t records, runs;  // records: in the table
-  uint32_t free_groups;
-  uint64_t packed_records, packed_bytes;
-  bool packing;  // a session whose last record goes stays
-  index_session *sessions;
-};
-
-static void *checked(void *memory) {
-  if (memory == NULL) abort();
-  return memory;
-}
-
-static record_group *group_of(const qkvi_index *index, uint32_t group) {
-  return &index->chunks[group / CHUNK_GROUPS][group % CHUNK_GROUPS];
-}
-
 static packed_record *packed_at(const qkvi_index *index, uint32_t place) {
-  return &group_of(index, place / GROUP)->records[place % GROUP];
+  return &qkvi_index_group(index, place / GROUP)->records[place % GROUP];
 }
 
 static uint64_t number_at(const qkvi_index *index, uint32_t place) {
-  const record_group *group = group_of(index, place / GROUP);
+  const record_group *group = qkvi_index_group(index, place / GROUP);
   return (uint64_t)group->run->record_high << 32 | group->records[place % GROUP].record;
 }
 
@@ -106,7 +45,7 @@ static uint32_t place_of(const qkvi_index *index, uint64_t record) {
 
 static void make_table(qkvi_index *index, uint32_t slots) {
   free(index->table);
-  index->table = checked(malloc((size_t)slots * sizeof *index->table));
+  index->table = qkvi_index_checked(malloc((size_t)slots * sizeof *index->table));
   memset(index->table, 0xff, (size_t)slots * sizeof *index->table);
   index->slots = slots;
 }
@@ -122,7 +61,7 @@ static void grow_table(qkvi_index *index) {
   assert(index->slots < UINT32_C(1) << 31);
   make_table(index, index->slots + index->slots / 4);
   for (uint32_t number = 0; number < index->groups; number++) {
-    const record_group *group = group_of(index, number);
+    const record_group *group = qkvi_index_group(index, number);
     for (uint32_t i = 0; i < count_in(group, number); i++) {
       const uint64_t record = (uint64_t)group->run->record_high << 32 | group->records[i].record;
       uint32_t slot = home(index, record);
@@ -149,7 +88,7 @@ static void clear_slot(qkvi_index *index, uint32_t slot) {
 // ---- Life ----
 
 qkvi_index *qkvi_index_create(void) {
-  qkvi_index *index = checked(calloc(1, sizeof *index));
+  qkvi_index *index = qkvi_index_checked(calloc(1, sizeof *index));
   index->free = NONE;
   make_table(index, SLOTS_FIRST);
   return index;
@@ -167,12 +106,14 @@ void qkvi_index_destroy(qkvi_index **index) {
       free(run);
     }
     free(session->packed);
+    free(session->unloaded);
     free(session);
     session = next;
   }
   for (uint32_t i = 0; i * CHUNK_GROUPS < old->groups; i++) free(old->chunks[i]);
   free((void *)old->chunks);
   free(old->table);
+  free(old->fresh);
   free(old);
   *index = NULL;
 }
@@ -207,7 +148,7 @@ static packed_record pack(const qkvi_entry *entry) {
   const uint64_t at = entry->offset / QKV_STORAGE_BLOCK, blocks = entry->extent / QKV_STORAGE_BLOCK;
   assert(at < 1u << 24 && entry->segment < QKVI_SEGMENTS_MAX && entry->layer < QKV_RECORD_LAYERS_MAX);
   assert(blocks < 1u << 20 && entry->raw_bytes - 1 < QKV_RECORD_BYTES_MAX);
-  assert(entry->tokens - 1 < QKV_RECORD_TOKENS_MAX && entry->kind < QKV_RECORD_KINDS);
+  assert(entry->tokens - 1 < QKV_RECORD_TOKENS_MAX && entry->kind <= QKVI_RECORD_INDEX);
   return (packed_record){.record = (uint32_t)entry->record,
                          .position = (uint32_t)entry->position,
                          .at = at & 0xffffff,
@@ -220,7 +161,7 @@ static packed_record pack(const qkvi_entry *entry) {
 }
 
 static qkvi_entry unpack(const qkvi_index *index, uint32_t place) {
-  const index_run *run = group_of(index, place / GROUP)->run;
+  const index_run *run = qkvi_index_group(index, place / GROUP)->run;
   const packed_record *packed = packed_at(index, place);
   return (qkvi_entry){.record = (uint64_t)run->record_high << 32 | packed->record,
                       .session = run->session->session,
@@ -236,7 +177,7 @@ static qkvi_entry unpack(const qkvi_index *index, uint32_t place) {
 
 // ---- Runs ----
 
-static index_session *session_of(const qkvi_index *index, uint64_t session) {
+index_session *qkvi_index_session(const qkvi_index *index, uint64_t session) {
   index_session *found = NULL;
   HASH_FIND(hh, index->sessions, &session, sizeof session, found);
   return found;
@@ -250,9 +191,9 @@ static void free_session(qkvi_index *index, index_session *session) {
 // The run that takes the record, first of its session's then.
 static index_run *run_for(qkvi_index *index, const qkvi_entry *entry) {
   const uint32_t record_high = (uint32_t)(entry->record >> 32), position_high = (uint32_t)(entry->position >> 32);
-  index_session *session = session_of(index, entry->session);
+  index_session *session = qkvi_index_session(index, entry->session);
   if (session == NULL) {
-    session = checked(calloc(1, sizeof *session));
+    session = qkvi_index_checked(calloc(1, sizeof *session));
     session->session = entry->session;
     HASH_ADD(hh, index->sessions, session, sizeof session->session, session);
   }
@@ -261,7 +202,7 @@ static index_run *run_for(qkvi_index *index, const qkvi_entry *entry) {
     link = &(*link)->next;
   index_run *run = *link;
   if (run == NULL) {
-    run = checked(calloc(1, sizeof *run));
+    run = qkvi_index_checked(calloc(1, sizeof *run));
     *run = (index_run){.session = session,
                        .record_high = record_high,
                        .position_high = position_high,
@@ -283,13 +224,14 @@ static void free_run(qkvi_index *index, index_run *run) {
   *link = run->next;
   free(run);
   index->runs--;
-  if (session->runs == NULL && session->packed == NULL && !index->packing) free_session(index, session);
+  if (session->runs == NULL && session->packed == NULL && session->unloaded == NULL && !index->packing)
+    free_session(index, session);
 }
 
 static uint32_t take_group(qkvi_index *index) {
   const uint32_t number = index->free;
   if (number != NONE) {
-    index->free = group_of(index, number)->next;
+    index->free = qkvi_index_group(index, number)->next;
     index->free_groups--;
     return number;
   }
@@ -298,9 +240,10 @@ static uint32_t take_group(qkvi_index *index) {
     assert(index->groups < UINT32_C(1) << 27);
     if (chunks == index->chunks_capacity) {
       index->chunks_capacity = chunks == 0 ? 16 : 2 * chunks;
-      index->chunks = checked((void *)realloc((void *)index->chunks, index->chunks_capacity * sizeof *index->chunks));
+      index->chunks =
+          qkvi_index_checked((void *)realloc((void *)index->chunks, index->chunks_capacity * sizeof *index->chunks));
     }
-    index->chunks[chunks] = checked(calloc(CHUNK_GROUPS, sizeof **index->chunks));
+    index->chunks[chunks] = qkvi_index_checked(calloc(CHUNK_GROUPS, sizeof **index->chunks));
   }
   return index->groups++;
 }
@@ -311,7 +254,7 @@ static uint32_t take_group(qkvi_index *index) {
 static uint32_t take_place(qkvi_index *index, index_run *run) {
   if (run->count == GROUP) {
     const uint32_t number = take_group(index);
-    record_group *group = group_of(index, number);
+    record_group *group = qkvi_index_group(index, number);
     group->run = run;
     group->next = run->first;
     run->first = number;
@@ -342,7 +285,7 @@ bool qkvi_index_find(const qkvi_index *index, uint64_t record, qkvi_entry *entry
 void qkvi_index_remove(qkvi_index *index, uint64_t record) {
   const uint32_t slot = slot_of(index, record), place = index->table[slot];
   assert(place != NONE);
-  index_run *run = group_of(index, place / GROUP)->run;
+  index_run *run = qkvi_index_group(index, place / GROUP)->run;
   const uint32_t last = run->first * GROUP + run->count - 1;
   clear_slot(index, slot);
   if (last != place) index->table[slot_of(index, number_at(index, last))] = place;
@@ -350,7 +293,7 @@ void qkvi_index_remove(qkvi_index *index, uint64_t record) {
   index->records--;
   if (--run->count > 0) return;
   const uint32_t empty = run->first;
-  record_group *group = group_of(index, empty);
+  record_group *group = qkvi_index_group(index, empty);
   run->first = group->next;
   run->count = GROUP;
   group->run = NULL;
@@ -377,161 +320,15 @@ void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens) {
   *packed_at(index, place) = pack(&entry);
 }
 
-// ---- Packing ----
+// ---- Giving memory back ----
 
-enum {
-  NUMBER = 1 << 0,
-  POSITION = 1 << 1,
-  LAYER = 1 << 2,
-  PLACE = 1 << 3,
-  BLOCKS = 1 << 4,
-  RAW = 1 << 5,
-  TOKENS = 1 << 6,
-  KIND = 1 << 7,
-  PACKED_MAX = 1 + 9 * 10  // bytes of a record: flags, and nine varints
-};
-
-static uint8_t *put_varint(uint8_t *at, uint64_t value) {
-  for (; value >= 0x80; value >>= 7) *at++ = (uint8_t)(value | 0x80);
-  *at++ = (uint8_t)value;
-  return at;
-}
-
-static const uint8_t *take_varint(const uint8_t *at, uint64_t *value) {
-  *value = 0;
-  for (unsigned shift = 0;; shift += 7) {
-    *value |= (uint64_t)(*at & 0x7f) << shift;
-    if ((*at++ & 0x80) == 0) return at;
-  }
-}
-
-// What follows from a record, of the session.
-static qkvi_entry expected_after(const qkvi_entry *entry) {
-  qkvi_entry next = *entry;
-  next.record++;
-  next.position += entry->tokens;
-  next.offset += entry->extent;
-  return next;
-}
-
-static uint8_t *pack_entry(uint8_t *at, const qkvi_entry *entry, const qkvi_entry *wanted) {
-  uint8_t *flags = at++;
-  *flags =
-      (uint8_t)((entry->record != wanted->record ? NUMBER : 0) |
-                (entry->position != wanted->position ? POSITION : 0) | (entry->layer != wanted->layer ? LAYER : 0) |
-                (entry->segment != wanted->segment || entry->offset != wanted->offset ? PLACE : 0) |
-                (entry->extent != wanted->extent ? BLOCKS : 0) | (entry->raw_bytes != wanted->raw_bytes ? RAW : 0) |
-                (entry->tokens != wanted->tokens ? TOKENS : 0) | (entry->kind != wanted->kind ? KIND : 0));
-  if (*flags & NUMBER) at = put_varint(at, entry->record - wanted->record);  // they ascend
-  if (*flags & POSITION) at = put_varint(at, entry->position);
-  if (*flags & LAYER) at = put_varint(at, entry->layer);
-  if (*flags & PLACE) at = put_varint(put_varint(at, entry->segment), entry->offset / QKV_STORAGE_BLOCK);
-  if (*flags & BLOCKS) at = put_varint(at, entry->extent / QKV_STORAGE_BLOCK);
-  if (*flags & RAW) at = put_varint(at, entry->raw_bytes);
-  if (*flags & TOKENS) at = put_varint(at, entry->tokens);
-  if (*flags & KIND) at = put_varint(at, entry->kind);
-  return at;
-}
-
-// `entry` is what is expected, and becomes what is there.
-static const uint8_t *unpack_entry(const uint8_t *at, qkvi_entry *entry) {
-  const uint8_t flags = *at++;
-  uint64_t value;
-  if (flags & NUMBER) {
-    at = take_varint(at, &value);
-    entry->record += value;
-  }
-  if (flags & POSITION) at = take_varint(at, &entry->position);
-  if (flags & LAYER) {
-    at = take_varint(at, &value);
-    entry->layer = (uint32_t)value;
-  }
-  if (flags & PLACE) {
-    at = take_varint(at, &value);
-    entry->segment = (uint32_t)value;
-    at = take_varint(at, &value);
-    entry->offset = value * QKV_STORAGE_BLOCK;
-  }
-  if (flags & BLOCKS) {
-    at = take_varint(at, &value);
-    entry->extent = value * QKV_STORAGE_BLOCK;
-  }
-  if (flags & RAW) {
-    at = take_varint(at, &value);
-    entry->raw_bytes = (uint32_t)value;
-  }
-  if (flags & TOKENS) {
-    at = take_varint(at, &value);
-    entry->tokens = (uint32_t)value;
-  }
-  if (flags & KIND) {
-    at = take_varint(at, &value);
-    entry->kind = (uint16_t)value;
-  }
-  return at;
-}
-
-static int compare_entries(const void *a, const void *b) {
-  const qkvi_entry *first = a, *second = b;
-  return first->record < second->record ? -1 : first->record > second->record;
-}
-
-// Records that are not packed.
-static uint64_t count_entries(const qkvi_index *index, const index_session *session) {
+uint64_t qkvi_index_count(const qkvi_index *index, const index_session *session) {
   uint64_t count = 0;
   for (const index_run *run = session->runs; run != NULL; run = run->next) {
-    for (uint32_t group = run->first; group != NONE; group = group_of(index, group)->next)
+    for (uint32_t group = run->first; group != NONE; group = qkvi_index_group(index, group)->next)
       count += group == run->first ? run->count : GROUP;
   }
   return count;
-}
-
-// The session's records, which are not packed, in the order of their numbers; the caller frees them.
-static qkvi_entry *list_entries(const qkvi_index *index, const index_session *session, uint32_t *count) {
-  const uint64_t all = count_entries(index, session);
-  qkvi_entry *entries = checked(malloc((all + 1) * sizeof *entries));
-  qkvi_index_walk walk;
-  *count = 0;
-  qkvi_index_walk_init(index, session->session, &walk);
-  while (*count < all && qkvi_index_walk_next(index, &walk, &entries[*count])) ++*count;
-  qsort(entries, *count, sizeof *entries, compare_entries);
-  return entries;
-}
-
-static packed_session *pack_entries(const qkvi_entry *entries, uint32_t count) {
-  uint8_t *data = checked(malloc((size_t)count * PACKED_MAX + 1)), *at = data;
-  qkvi_entry wanted = {0};
-  packed_session head = {.count = count, .first_segment = UINT32_MAX};
-  for (uint32_t i = 0; i < count; i++) {
-    at = pack_entry(at, &entries[i], &wanted);
-    wanted = expected_after(&entries[i]);
-    if (entries[i].segment < head.first_segment) head.first_segment = entries[i].segment;
-    if (entries[i].segment > head.last_segment) head.last_segment = entries[i].segment;
-  }
-  head.bytes = (uint32_t)(at - data);
-  packed_session *packed = checked(malloc(sizeof *packed + head.bytes));
-  *packed = head;
-  memcpy(packed->data, data, head.bytes);
-  free(data);
-  return packed;
-}
-
-// Adds the packed ones to the table.
-static void unpack_session(qkvi_index *index, index_session *session) {
-  packed_session *packed = session->packed;
-  if (packed == NULL) return;
-  const uint8_t *at = packed->data;
-  qkvi_entry entry = {.session = session->session};
-  session->packed = NULL;
-  index->packed_records -= packed->count;
-  index->packed_bytes -= sizeof *packed + packed->bytes;
-  for (uint32_t i = 0; i < packed->count; i++) {
-    at = unpack_entry(at, &entry);
-    qkvi_index_add(index, &entry);
-    entry = expected_after(&entry);
-  }
-  assert(at == packed->data + packed->bytes);
-  free(packed);
 }
 
 // A run's records from its groups among `old` to new ones.
@@ -552,8 +349,7 @@ static void move_run(qkvi_index *index, record_group **old, index_run *run) {
   }
 }
 
-// All records into new groups and a new table, once most of the groups are free.
-static void shrink(qkvi_index *index) {
+void qkvi_index_shrink(qkvi_index *index) {
   if (index->free_groups < CHUNK_GROUPS || index->free_groups < index->groups / 2) return;
   const uint32_t chunks = (index->groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
   record_group **old = index->chunks;
@@ -573,66 +369,6 @@ static void shrink(qkvi_index *index) {
   free((void *)old);
 }
 
-static void pack_session(qkvi_index *index, index_session *session) {
-  if (session->runs == NULL) return;
-  unpack_session(index, session);  // what came since goes with the others
-  if (count_entries(index, session) > QKVI_PACKED_MAX) return;
-  uint32_t count;
-  qkvi_entry *entries = list_entries(index, session, &count);
-  packed_session *packed = pack_entries(entries, count);
-  index->packing = true;
-  for (uint32_t i = 0; i < count; i++) qkvi_index_remove(index, entries[i].record);
-  index->packing = false;
-  free(entries);
-  session->packed = packed;
-  index->packed_records += count;
-  index->packed_bytes += sizeof *packed + packed->bytes;
-}
-
-void qkvi_index_pack(qkvi_index *index, uint64_t session, bool now) {
-  index_session *found = session_of(index, session);
-  if (found == NULL) return;
-  found->stays_packed = true;
-  if (!now) return;
-  pack_session(index, found);
-  shrink(index);
-}
-
-void qkvi_index_unpack(qkvi_index *index, uint64_t session) {
-  index_session *found = session_of(index, session);
-  if (found == NULL) return;
-  found->stays_packed = false;
-  unpack_session(index, found);
-}
-
-static bool lies_in(const index_session *session, uint32_t segment) {
-  const packed_session *packed = session->packed;
-  if (packed == NULL ||
-      (segment != QKVI_ANY_SEGMENT && (segment < packed->first_segment || segment > packed->last_segment)))
-    return false;
-  const uint8_t *at = packed->data;
-  qkvi_entry entry = {.session = session->session};
-  for (uint32_t i = 0; i < packed->count; i++) {
-    at = unpack_entry(at, &entry);
-    if (segment == QKVI_ANY_SEGMENT || entry.segment == segment) return true;
-    entry = expected_after(&entry);
-  }
-  return false;
-}
-
-void qkvi_index_unpack_segment(qkvi_index *index, uint32_t segment) {
-  for (index_session *at = index->sessions; at != NULL; at = at->hh.next) {
-    if (lies_in(at, segment)) unpack_session(index, at);
-  }
-}
-
-void qkvi_index_pack_again(qkvi_index *index) {
-  for (index_session *at = index->sessions; at != NULL; at = at->hh.next) {
-    if (at->stays_packed) pack_session(index, at);
-  }
-  shrink(index);
-}
-
 // ---- Walks ----
 
 static void walk_run(qkvi_index_walk *walk, const index_run *run) {
@@ -642,7 +378,7 @@ static void walk_run(qkvi_index_walk *walk, const index_run *run) {
 }
 
 void qkvi_index_walk_init(const qkvi_index *index, uint64_t session, qkvi_index_walk *walk) {
-  const index_session *found = session_of(index, session);
+  const index_session *found = qkvi_index_session(index, session);
   walk_run(walk, found == NULL ? NULL : found->runs);
 }
 
@@ -652,7 +388,7 @@ bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_e
   if (walk->run == NULL) return false;
   *entry = unpack(index, walk->group * GROUP + --walk->left);
   if (walk->left > 0) return true;
-  const uint32_t next = group_of(index, walk->group)->next;
+  const uint32_t next = qkvi_index_group(index, walk->group)->next;
   if (next == NONE) {
     walk_run(walk, walk->run->next);
   } else {
@@ -664,7 +400,7 @@ bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_e
 
 bool qkvi_index_at(const qkvi_index *index, uint32_t place, qkvi_entry *entry) {
   const uint32_t number = place / GROUP;
-  if (place % GROUP >= count_in(group_of(index, number), number)) return false;
+  if (place % GROUP >= count_in(qkvi_index_group(index, number), number)) return false;
   *entry = unpack(index, place);
   return true;
 }

@@ -1,5 +1,5 @@
 // The index of records: which exist and where they lie. It takes at most 32 bytes for each of many records
-// (QKV_STORAGE_RECORD_BYTES), so it stays in memory as a whole.
+// (QKV_STORAGE_RECORD_BYTES).
 //
 //   table (32-bit places, open addressing, at most 4/5 full)      groups of 16 packed records of one run
 //   [ . | 35 | . | 0 | 7 | ... ]  ────────────────────────────►  [ run | next | r0 r1 ... r15 ]
@@ -22,6 +22,16 @@
 //   bit of flags   0 number  1 position  2 layer  3 segment and block  4 blocks  5 raw bytes  6 tokens  7 kind
 //   expected       + 1       + tokens    the same  + blocks            the same ...
 //
+// What is packed can leave memory: the owner writes it as a record of its own (unload.c), of kind QKVI_RECORD_INDEX,
+// and the index keeps where that record lies, and of which segments the session's records may be.
+//
+//   0     8  magic "QKVINDEX"
+//   8     4  version (1)      12  4  records
+//   16       the packed records
+//
+// It names slots of segments, so it counts in this process alone. The record that it is the payload of has its
+// checksum.
+//
 // Threads: guarded by the owner's lock.
 #ifndef QKV_STORAGE_INDEX_H
 #define QKV_STORAGE_INDEX_H
@@ -33,7 +43,8 @@
 #include "storage/record.h"
 #include "storage/storage.h"
 
-#define QKVI_SEGMENTS_MAX (UINT32_C(1) << 24)  // slots that a packed record can name
+#define QKVI_SEGMENTS_MAX (UINT32_C(1) << 24)          // slots that a packed record can name
+#define QKVI_RECORD_INDEX (uint16_t) QKV_RECORD_KINDS  // the kind of an unloaded session's packed records
 
 typedef struct qkvi_entry {
   uint64_t record, session, position;
@@ -68,10 +79,33 @@ void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens);
 #define QKVI_PACKED_MAX 32768
 void qkvi_index_pack(qkvi_index *index, uint64_t session, bool now);
 void qkvi_index_unpack(qkvi_index *index, uint64_t session);
-// Unpacks those of sessions that have a record in the segment, or with QKVI_ANY_SEGMENT of all; and packs them again.
+// Unpacks those of sessions that have a record in the segment, or with QKVI_ANY_SEGMENT of all, where they are in
+// memory; and packs them again.
 #define QKVI_ANY_SEGMENT UINT32_MAX
 void qkvi_index_unpack_segment(qkvi_index *index, uint32_t segment);
 void qkvi_index_pack_again(qkvi_index *index);
+
+// ---- Leaving memory ----
+
+// Packed records of fewer bytes stay in memory: what is known of their place would take as many.
+#define QKVI_PACKED_KEPT 64
+// A session that was packed since, and that is larger than that; false: there are no more. And forgets about these.
+bool qkvi_index_take_fresh(qkvi_index *index, uint64_t *session);
+void qkvi_index_drop_fresh(qkvi_index *index);
+// The payload of a session that is packed, in memory, and not being written, which the caller frees; else NULL. It is
+// being written as `record`. It has been written, as `entry` says, and leaves memory; or has failed: entry->extent is
+// 0. False: it stays, or the session has been unpacked since.
+uint8_t *qkvi_index_payload(const qkvi_index *index, uint64_t session, uint64_t *bytes);
+void qkvi_index_writing(qkvi_index *index, uint64_t session, uint64_t record);
+bool qkvi_index_unload(qkvi_index *index, const qkvi_entry *entry);
+// Whether what is packed of the session is not in memory; `entry` gets the record that has it.
+bool qkvi_index_unloaded(const qkvi_index *index, uint64_t session, qkvi_entry *entry);
+// Unpacks from the payload of that record, for use. False, with nothing changed, where it is damaged, by `lies` too:
+// whether there can be a record where the entry says.
+bool qkvi_index_load(qkvi_index *index, uint64_t session, const uint8_t *payload, uint64_t bytes,
+                     bool (*lies)(void *context, const qkvi_entry *entry), void *context);
+// The unloaded sessions that may have a record in the segment, or with QKVI_ANY_SEGMENT all. The caller frees them.
+uint64_t *qkvi_index_list_unloaded(const qkvi_index *index, uint32_t segment, size_t *count);
 
 // The records of a session, in no order. During a walk only the record that was given last may be removed.
 typedef struct qkvi_index_walk {
@@ -86,7 +120,7 @@ bool qkvi_index_walk_next(const qkvi_index *index, qkvi_index_walk *walk, qkvi_e
 bool qkvi_index_at(const qkvi_index *index, uint32_t place, qkvi_entry *entry);
 uint32_t qkvi_index_places(const qkvi_index *index);
 
-// Packed ones are counted.
+// Packed ones are counted, in memory or not, but not those of kind QKVI_RECORD_INDEX.
 uint64_t qkvi_index_records(const qkvi_index *index);
 uint64_t qkvi_index_sessions(const qkvi_index *index);
 // Bytes of memory that it takes.

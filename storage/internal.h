@@ -5,7 +5,7 @@
 //   sync.c      fdatasync, sealing                    recover.c   opening
 //   segments.c  files, space, preparing               sessions.c  live sessions, forks
 //   read.c      reading, batches (batch.c)            compact.c   moving, removing
-//   sweep.c     forgets records in no view         pack.c      packs the index
+//   sweep.c     forgets records in no view         pack.c      packs the index; unload.c: and takes it out of memory
 //
 // `lock` guards what callers read: the mailbox, numbers, dirty bytes, waiters, statistics, and changes of the index
 // and the table of segments. The storage thread reads the latter two without it, as only it changes them.
@@ -171,6 +171,7 @@ typedef struct qkvi_compact_request {
 
 typedef struct qkvi_compaction {
   uint32_t segment;   // slot that is being emptied, or QKVI_NO_SEGMENT
+  bool listing;       // its records are being found
   uint64_t *records;  // numbers in it
   uint64_t count, next;
   unsigned moving;  // records under way
@@ -183,6 +184,7 @@ typedef struct qkvi_compaction {
 } qkvi_compaction;
 
 typedef struct qkvi_poisoned qkvi_poisoned;
+typedef struct qkvi_load qkvi_load;
 
 struct qkv_storage {
   qkv_storage_config config;
@@ -233,7 +235,9 @@ struct qkv_storage {
   qkvi_journal journal;
   qkvi_poisoned *poisoned;
   qkvi_compaction compaction;
-  unsigned index_walks;  // by compaction and checks: meanwhile nothing is packed
+  unsigned index_walks;   // by compaction and checks: meanwhile nothing is packed
+  unsigned index_writes;  // of packed sessions, under way
+  qkvi_load *loads;       // of unloaded sessions, under way
 };
 
 // storage.c
@@ -270,6 +274,9 @@ void qkvi_segment_fail(qkv_storage *storage, qkvi_segment *segment);
 void qkvi_segment_reap(qkv_storage *storage, qkvi_segment *segment);
 void qkvi_segments_count_free(qkv_storage *storage);  // recomputes storage->free_bytes
 
+// calls.c. Under the lock: checks the limits, of which one is given, then assigns the numbers.
+qkv_status qkvi_admit(qkv_storage *storage, qkvi_put *put, uint64_t dirty_max, qkv_error *error);
+
 // put.c
 void qkvi_put_message(qkv_storage *storage, qkvi_message *message);
 void qkvi_put_enqueue(qkv_storage *storage, qkvi_put *put);  // encoded
@@ -281,13 +288,20 @@ void qkvi_flush_buffer(qkv_storage *storage);
 // Removes a record from the index; its space becomes dead.
 void qkvi_forget(qkv_storage *storage, uint64_t record);
 
-// pack.c. Between the two all records of the segment (QKVI_ANY_SEGMENT: all records) are found and walked. The same
-// for a caller's thread; done() once they are.
-void qkvi_begin_walk(qkv_storage *storage, uint32_t segment);
+// pack.c. Between the two all records of the segment (QKVI_ANY_SEGMENT: all records) are found and walked: from
+// done() on, which gets DATA_LOSS where those of a session cannot be read. The same for a caller's thread.
+void qkvi_begin_walk(qkv_storage *storage, uint32_t segment, qkv_storage_done_fn *done, void *context);
 void qkvi_end_walk(qkv_storage *storage);
 void qkvi_begin_check(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
 void qkvi_end_check(qkv_storage *storage);
-void qkvi_unpack_session(qkv_storage *storage, uint64_t session);
+// A session's records are found from done() on (NULL: nobody waits), perhaps before this returns.
+void qkvi_unpack_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
+
+// unload.c. Writes what has been packed lately, as far as the budget of the disk allows; a record of it is written.
+void qkvi_unload_fresh(qkv_storage *storage);
+bool qkvi_unload_written(qkv_storage *storage, const qkvi_entry *entry);
+// As qkvi_unpack_session, of one that stays packed otherwise.
+void qkvi_load_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 
 // sync.c
 void qkvi_sync_later(qkv_storage *storage, qkvi_segment *segment, qkvi_put *put);
@@ -302,6 +316,7 @@ typedef struct qkvi_read {
   qkv_storage *storage;
   uint64_t record;
   uint64_t session;  // that it was put for, by the index
+  bool unloaded;     // it is what `session` has unloaded, and not in the index
   qkv_io_request request;
   uint8_t *bytes;                  // the record as it is read, or NULL
   uint64_t store, number, offset;  // where it should lie
@@ -338,7 +353,9 @@ uint64_t qkvi_journal_rewrite_at(const qkvi_journal *journal, uint64_t bytes);
 
 // sweep.c
 // Forgets own records of a session, and cancels puts, that no view needs any more (a qkvi_sweep_fn of the storage).
-void qkvi_sweep(void *context, const qkvi_session *session);
+bool qkvi_sweep(void *context, const qkvi_session *session);
+// Those of a session that was unloaded then, and whose records have been loaded.
+void qkvi_sweep_loaded(qkv_storage *storage, uint64_t session);
 // The put as an entry of the index: only session, layer, position and tokens are set.
 qkvi_entry qkvi_put_entry(const qkvi_put *put);
 

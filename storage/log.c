@@ -218,7 +218,7 @@ void qkvi_journal_message(qkv_storage *storage, qkvi_message *message) {
   qkvi_pending_entry *entry = (qkvi_pending_entry *)message;
   qkvi_journal *journal = &storage->journal;
   // The effect of an entry on records takes place at once.
-  if (entry->entry.kind == QKV_JOURNAL_SESSION_FORK) qkvi_unpack_session(storage, entry->entry.parent);
+  if (entry->entry.kind == QKV_JOURNAL_SESSION_FORK) qkvi_unpack_session(storage, entry->entry.parent, NULL, NULL);
   const qkv_status status = qkvi_sessions_note(storage->sessions, &entry->entry);
   if (status != QKV_OK) refuse(entry, status);
   if (takes(&entry->entry)) qkvi_compact_consider(storage);

@@ -32,22 +32,23 @@ static void pack(qkv_storage *storage, qkvi_message *message) {
   pthread_mutex_lock(&storage->lock);
   qkvi_index_pack(storage->index, of.session, storage->index_walks == 0);
   pthread_mutex_unlock(&storage->lock);
+  qkvi_unload_fresh(storage);
 }
 
 void qkv_storage_session_pack(qkv_storage *storage, uint64_t session) {
   post(storage, pack, session, NULL, NULL);
 }
 
-void qkvi_unpack_session(qkv_storage *storage, uint64_t session) {
+void qkvi_unpack_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
   pthread_mutex_lock(&storage->lock);
   qkvi_index_unpack(storage->index, session);
   pthread_mutex_unlock(&storage->lock);
+  qkvi_load_session(storage, session, done, context);
 }
 
 static void unpack(qkv_storage *storage, qkvi_message *message) {
   const pack_message of = take(message);
-  qkvi_unpack_session(storage, of.session);
-  of.done(of.context, QKV_OK);
+  qkvi_unpack_session(storage, of.session, of.done, of.context);
 }
 
 void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
@@ -56,11 +57,51 @@ void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_stor
 
 // ---- Walks ----
 
-void qkvi_begin_walk(qkv_storage *storage, uint32_t segment) {
+// Loads the sessions of a walk, some at a time.
+typedef struct loading {
+  qkv_storage *storage;
+  uint64_t *sessions;
+  size_t count, next, running;
+  bool going;
+  qkv_status status;
+  qkv_storage_done_fn *done;
+  void *context;
+} loading;
+
+enum { LOADING_MAX = 32 };
+
+static void load_next(loading *on);
+
+static void one_loaded(void *context, qkv_status status) {
+  loading *on = context;
+  on->running--;
+  if (status != QKV_OK) on->status = status;
+  load_next(on);
+}
+
+static void load_next(loading *on) {
+  if (on->going) return;
+  on->going = true;
+  while (on->next < on->count && on->running < LOADING_MAX) {
+    on->running++;
+    qkvi_load_session(on->storage, on->sessions[on->next++], one_loaded, on);
+  }
+  on->going = false;
+  if (on->running > 0) return;
+  on->done(on->context, on->status);
+  free(on->sessions);
+  free(on);
+}
+
+void qkvi_begin_walk(qkv_storage *storage, uint32_t segment, qkv_storage_done_fn *done, void *context) {
+  loading *on = qkvi_checked(calloc(1, sizeof *on));
+  *on = (loading){.storage = storage, .status = QKV_OK, .done = done, .context = context};
   pthread_mutex_lock(&storage->lock);
   storage->index_walks++;
   qkvi_index_unpack_segment(storage->index, segment);
   pthread_mutex_unlock(&storage->lock);
+  on->sessions = qkvi_index_list_unloaded(storage->index, segment, &on->count);
+  load_next(on);
 }
 
 void qkvi_end_walk(qkv_storage *storage) {
@@ -68,12 +109,12 @@ void qkvi_end_walk(qkv_storage *storage) {
   assert(storage->index_walks > 0);
   if (--storage->index_walks == 0) qkvi_index_pack_again(storage->index);
   pthread_mutex_unlock(&storage->lock);
+  qkvi_unload_fresh(storage);
 }
 
 static void begin_check(qkv_storage *storage, qkvi_message *message) {
   const pack_message of = take(message);
-  qkvi_begin_walk(storage, QKVI_ANY_SEGMENT);
-  of.done(of.context, QKV_OK);
+  qkvi_begin_walk(storage, QKVI_ANY_SEGMENT, of.done, of.context);
 }
 
 static void end_check(qkv_storage *storage, qkvi_message *message) {

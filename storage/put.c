@@ -77,18 +77,27 @@ void qkvi_forget(qkv_storage *storage, uint64_t record) {
   qkvi_segment_reap(storage, segment);
 }
 
+// Under the lock.
+static void count_put(qkv_storage_stats *stats, const qkv_record_header *header) {
+  stats->puts++;
+  stats->put_bytes += header->raw_bytes;
+  stats->put_stored_bytes += header->stored_bytes;
+  stats->compressed += header->encoding == QKV_RECORD_ZSTD;
+}
+
 static void publish(qkv_storage *storage, qkvi_put *put) {
   qkvi_segment *segment = storage->segments[put->segment];
   qkvi_entry entry = qkvi_entry_of(&put->header, put->segment);
   entry.tokens = put->tokens;
+  const bool of_index = entry.kind == QKVI_RECORD_INDEX;
   pthread_mutex_lock(&storage->lock);
-  qkvi_index_add(storage->index, &entry);
-  storage->stats.puts++;
-  storage->stats.put_bytes += put->header.raw_bytes;
-  storage->stats.put_stored_bytes += put->header.stored_bytes;
-  storage->stats.compressed += put->header.encoding == QKV_RECORD_ZSTD;
+  const bool lives = !of_index || qkvi_unload_written(storage, &entry);
+  if (!of_index) {
+    qkvi_index_add(storage->index, &entry);
+    count_put(&storage->stats, &put->header);
+  }
   pthread_mutex_unlock(&storage->lock);
-  qkvi_segment_live(storage, segment, (int64_t)entry.extent, 1);
+  if (lives) qkvi_segment_live(storage, segment, (int64_t)entry.extent, 1);
   put->request.written(put->request.context, put->record, QKV_OK);
   free(put->owned);
   put->owned = NULL;

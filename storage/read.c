@@ -15,10 +15,15 @@ static void arrive(qkvi_read *read, qkv_status status) {
 
 // ---- Files ----
 
+static bool find(const qkv_storage *storage, const qkvi_read *read, qkvi_entry *entry) {
+  return read->unloaded ? qkvi_index_unloaded(storage->index, read->session, entry)
+                        : qkvi_index_find(storage->index, read->record, entry);
+}
+
 // A read whose segment is closed while the maximum of open files is in use waits for one of the other reads.
 static bool has_file(qkv_storage *storage, const qkvi_read *read) {
   qkvi_entry entry;
-  if (storage->reading == 0 || !qkvi_index_find(storage->index, read->record, &entry)) return true;
+  if (storage->reading == 0 || !find(storage, read, &entry)) return true;
   return qkvi_segment_has_place(storage, storage->segments[entry.segment]);
 }
 
@@ -53,7 +58,7 @@ static void read_done(qkv_io_request *request) {
 
 static void begin(qkv_storage *storage, qkvi_read *read) {
   qkvi_entry entry;
-  if (!qkvi_index_find(storage->index, read->record, &entry)) {
+  if (!find(storage, read, &entry)) {
     arrive(read, QKV_NOT_FOUND);
     return;
   }

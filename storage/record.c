@@ -61,7 +61,7 @@ const char *qkvi_record_check(const qkv_record_header *header, uint64_t store, u
   }
   if (header->encoding == QKV_RECORD_PLAIN && header->stored_bytes != header->raw_bytes) return "impossible size";
   if (header->tokens < 1 || header->tokens > QKV_RECORD_TOKENS_MAX) return "impossible tokens";
-  if (header->layer >= QKV_RECORD_LAYERS_MAX || header->kind >= QKV_RECORD_KINDS || header->record == 0)
+  if (header->layer >= QKV_RECORD_LAYERS_MAX || header->kind > QKV_RECORD_KINDS || header->record == 0)
     return "impossible layer, kind or number";
   return NULL;
 }

@@ -36,7 +36,7 @@
 #define QKV_RECORD_BYTES_MAX (UINT64_C(1) << 30)
 #define QKV_RECORD_TOKENS_MAX 1024u
 #define QKV_RECORD_LAYERS_MAX 65536u
-#define QKV_RECORD_KINDS 16u
+#define QKV_RECORD_KINDS 15u                        // of callers; the next one is the storage's own (index.h)
 #define QKV_SEGMENT_BYTES_MAX (UINT64_C(64) << 30)  // of the file that it lies in
 #define QKV_STORAGE_BLOCK 4096u                     // bytes; everything on the disk begins at a multiple of it
 

@@ -497,11 +497,13 @@ static const found_record *best_copy(const recovery *on, const found_record *fir
   return first;
 }
 
-// Keeps the found records of known sessions, one copy of each, in order.
+// Keeps the found records of known sessions, one copy of each, in order. What an earlier process had unloaded goes.
 static void sift_records(recovery *on) {
   uint64_t known = 0, count = 0;
   for (uint64_t i = 0; i < on->found_count; i++) {
-    if (qkvi_sessions_known(on->sessions, on->found[i].entry.session)) on->found[known++] = on->found[i];
+    const qkvi_entry *entry = &on->found[i].entry;
+    if (entry->kind != QKVI_RECORD_INDEX && qkvi_sessions_known(on->sessions, entry->session))
+      on->found[known++] = on->found[i];
   }
   if (known > 0) qsort(on->found, known, sizeof *on->found, compare);
   for (uint64_t i = 0; i < known; i++) {

@@ -26,6 +26,7 @@ struct qkvi_session {
   bool dropped;             // dropped without an entry that says so
   bool lost;                // a fork without its parent
   bool failed;              // the entry that opens it is not in the journal
+  bool unswept;             // its records wait for sweep(), which needs its cuts
   uint32_t depth;           // length of the chain of forks
   uint32_t layers;          // of a fork
   uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
@@ -359,8 +360,8 @@ static void settle(qkvi_sessions *sessions, qkvi_session *session) {
     return;
   }
   for (bool lost = true; session != NULL;) {
-    if (lost) sessions->sweep(sessions->context, session);
-    forget_cuts(session);
+    if (lost) session->unswept = !sessions->sweep(sessions->context, session);
+    if (!session->unswept) forget_cuts(session);
     qkvi_session *parent = session->parent;
     lost = parent != NULL && shrink(session) && (parent->dead || parent->cuts != NULL);
     const bool gone = session->dead && session->heirs == NULL;
@@ -590,6 +591,17 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
   free((void *)list);
   sessions->sweep = sweep;
   sessions->context = context;
+}
+
+const qkvi_session *qkvi_sessions_find(const qkvi_sessions *sessions, uint64_t session) {
+  return find(sessions, session);
+}
+
+void qkvi_sessions_swept(qkvi_sessions *sessions, uint64_t session) {
+  qkvi_session *found = find(sessions, session);
+  if (found == NULL || !found->unswept) return;
+  found->unswept = false;
+  forget_cuts(found);
 }
 
 void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session) {

@@ -36,8 +36,9 @@
 typedef struct qkvi_sessions qkvi_sessions;
 typedef struct qkvi_session qkvi_session;
 
-// Own records of `session` may have lost tokens, by qkvi_needs.
-typedef void qkvi_sweep_fn(void *context, const qkvi_session *session);
+// Own records of `session` may have lost tokens, by qkvi_needs. False: they are not known now; qkvi_sessions_swept
+// follows.
+typedef bool qkvi_sweep_fn(void *context, const qkvi_session *session);
 
 qkvi_sessions *qkvi_sessions_create(void);
 void qkvi_sessions_destroy(qkvi_sessions **sessions);
@@ -92,6 +93,9 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
 void qkvi_sessions_tell_reach(const qkvi_sessions *sessions,
                               void (*tell)(void *context, uint64_t session, const uint64_t *reach, uint32_t layers),
                               void *context);
+// The session's own records are what qkvi_needs says now. NULL: there is no session of this number any more.
+const qkvi_session *qkvi_sessions_find(const qkvi_sessions *sessions, uint64_t session);
+void qkvi_sessions_swept(qkvi_sessions *sessions, uint64_t session);
 // The entry that opens it could not be written: it must not be forked.
 void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session);

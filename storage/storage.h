@@ -195,8 +195,9 @@ void qkv_storage_sync(qkv_storage *storage, qkv_storage_done_fn *done, void *con
 // one is durable. An unknown number is ignored.
 void qkv_storage_drop(qkv_storage *storage, uint64_t record);
 
-// Of a session that is not used: between the two what is known of its records takes some bytes each, and they are
-// not found and not read. Nothing for one that is a fork or has forks. done(): they are found again.
+// Of a session that is not used: between the two what is known of its records takes some bytes each, or is on the
+// disk alone, and they are not found, not read and not dropped. Nothing for one that is a fork or has forks. done():
+// they are found again; DATA_LOSS: what is known of them cannot be read, they are not found before the next start.
 void qkv_storage_session_pack(qkv_storage *storage, uint64_t session);
 void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 

@@ -10,11 +10,12 @@ qkvi_entry qkvi_put_entry(const qkvi_put *put) {
                       .tokens = put->tokens};
 }
 
+// `needs` may be NULL: nothing.
 static void sweep_records(qkv_storage *storage, const qkvi_needs *needs, uint64_t session) {
   qkvi_index_walk walk;
   qkvi_index_walk_init(storage->index, session, &walk);
   for (qkvi_entry entry; qkvi_index_walk_next(storage->index, &walk, &entry);) {
-    const uint32_t tokens = qkvi_needs_tokens(needs, &entry);
+    const uint32_t tokens = needs == NULL ? 0 : qkvi_needs_tokens(needs, &entry);
     if (tokens == 0) {
       qkvi_forget(storage, entry.record);
     } else if (tokens < entry.tokens) {
@@ -34,13 +35,26 @@ static void sweep_puts(qkv_storage *storage, const qkvi_needs *needs, uint64_t s
   }
 }
 
-void qkvi_sweep(void *context, const qkvi_session *session) {
+bool qkvi_sweep(void *context, const qkvi_session *session) {
   qkv_storage *storage = context;
   const uint64_t number = qkvi_session_number(session);
-  qkvi_unpack_session(storage, number);
+  qkvi_entry unloaded;
   qkvi_needs needs;
   qkvi_needs_init(&needs, session);
-  sweep_records(storage, &needs, number);
   sweep_puts(storage, &needs, number);
+  qkvi_unpack_session(storage, number, NULL, NULL);
+  const bool loaded = !qkvi_index_unloaded(storage->index, number, &unloaded);
+  if (loaded) sweep_records(storage, &needs, number);
   qkvi_needs_deinit(&needs);
+  return loaded;
+}
+
+// Sessions are unloaded while they are open: one that is not known has been closed.
+void qkvi_sweep_loaded(qkv_storage *storage, uint64_t session) {
+  const qkvi_session *owner = qkvi_sessions_find(storage->sessions, session);
+  qkvi_needs needs = {0};
+  if (owner != NULL) qkvi_needs_init(&needs, owner);
+  sweep_records(storage, owner == NULL ? NULL : &needs, session);
+  qkvi_needs_deinit(&needs);
+  qkvi_sessions_swept(storage->sessions, session);
 }

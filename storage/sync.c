@@ -156,12 +156,18 @@ void qkvi_sync_all(qkv_storage *storage) {
 
 // ---- Waiters ----
 
+// Of these alone the first of all that are under way is the oldest.
+static bool is_callers(const qkvi_put *put) {
+  return !put->moved && put->request.meta.kind != QKVI_RECORD_INDEX;
+}
+
 void qkvi_sync_settle(qkv_storage *storage) {
   while (storage->sync_waiters != NULL) {
     qkvi_sync_waiter *waiter = storage->sync_waiters;
     for (const qkvi_put *put = storage->all_first; put != NULL; put = put->all_next) {
-      if (!put->moved && put->order < waiter->order) return;
-      if (!put->moved) break;
+      if (!is_callers(put)) continue;
+      if (put->order < waiter->order) return;
+      break;
     }
     storage->sync_waiters = waiter->next;
     waiter->done(waiter->context, QKV_OK);

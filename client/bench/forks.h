@@ -12,7 +12,7 @@
 //                       times what 512 tokens take in a session that shares nothing
 void qkvi_bench_forks(json_t *result);
 
-// The same over a real storage in a directory that is made here and removed (sunk.c), of 64 sessions of 32 layers
+// The same over a real storage in a directory that is made here and removed (sunk.c), of 128 sessions of 32 layers
 // and 1024 tokens with ids, of which nothing is in memory:
 //   sunk_session_bytes        all of it, the storage's index included
 //   folded_session_bytes      once it is folded (session_fold.h), the index included

@@ -15,13 +15,15 @@
 #include "storage/storage.h"
 
 enum {
-  SESSIONS = 64,
+  SESSIONS = 128,
   LAYERS = 32,
   TOKENS = 1024,
   DIM = 64,
   WAIT_US = 1000,
-  PACKED_US = 200000,
-  SEGMENT_BYTES = 1 << 20,
+  SYNC_MS = 50,
+  QUIET_US = 300000,
+  SEGMENT_BYTES = 32 << 20,
+  SEGMENTS_MAX = 64,
   KIND_FOLD = 3
 };
 
@@ -149,7 +151,10 @@ static void setup(sunk_scene *s) {
     must(QKV_INTERNAL, &error);
   }
   config.directory = s->directory;
-  config.segment_bytes = SEGMENT_BYTES;  // what is known of the records of the open one is little then
+  config.segment_bytes = SEGMENT_BYTES;
+  config.compress = false;
+  config.sync_ms = SYNC_MS;
+  config.compact_bytes_per_s = 0;
   must(qkv_storage_open(&config, &(qkv_storage_restore){.context = NULL}, &s->storage, &error), &error);
   s->backing = (qkv_backing){.context = s,
                              .put = put,
@@ -221,9 +226,48 @@ static qkv_session *make(sunk_scene *s, int number) {
   return session;
 }
 
+static void on_durable(void *context, qkv_status status) {
+  if (status != QKV_OK) abort();
+  atomic_store((_Atomic bool *)context, true);
+}
+
+// The headers of all records of the open segment are in memory until it is full: two records that do not fit together
+// begin another one.
+static void fill_segment(const sunk_scene *s) {
+  for (int i = 0; i < 2; i++) {
+    const uint64_t bytes = SEGMENT_BYTES / 8 * 5;
+    uint64_t record = 0;
+    _Atomic bool durable = false;
+    void *payload = calloc(1, bytes);
+    if (payload == NULL) abort();
+    const qkv_storage_put_request request = {.meta = {.session = qkv_storage_session_number(s->storage), .tokens = 1},
+                                             .payload = payload,
+                                             .bytes = bytes,
+                                             .written = on_written,
+                                             .context = payload};
+    must(qkv_storage_put(s->storage, &request, &record, NULL), &(qkv_error){.text = "a record is refused"});
+    qkv_storage_sync(s->storage, on_durable, &durable);
+    while (!atomic_load(&durable)) (void)usleep(WAIT_US);
+    qkv_storage_drop(s->storage, record);
+  }
+}
+
+// Nothing is under way any more, but for what is always there: the open segment and the next one.
+static void await_quiet(const sunk_scene *s) {
+  qkv_storage_segment segments[SEGMENTS_MAX];
+  size_t unsealed = SEGMENTS_MAX;
+  while (unsealed > 2) {
+    (void)usleep(QUIET_US);
+    const size_t count = qkv_storage_list_segments(s->storage, segments, SEGMENTS_MAX);
+    unsealed = 0;
+    for (size_t i = 0; i < count; i++) unsealed += !segments[i].sealed;
+  }
+}
+
 static uint64_t held(const sunk_scene *s) {
-  qkv_storage_stats stats;
-  qkv_storage_read_stats(s->storage, &stats);
+  await_quiet(s);  // what is folded leaves memory meanwhile
+  fill_segment(s);
+  await_quiet(s);
   return qkv_arena_read(qkv_store_arena(s->store)).bytes_used + mallinfo2().uordblks;
 }
 
@@ -242,7 +286,6 @@ void qkvi_bench_sunk(json_t *result) {
   for (int i = 0; i < SESSIONS; i++) {
     if (!qkv_store_fold(s.store, sessions[i])) abort();
   }
-  (void)usleep(PACKED_US);
   const double folded = (double)(held(&s) - before) / SESSIONS;
   for (int i = 0; i < SESSIONS; i++) {
     qkv_error error = {0};

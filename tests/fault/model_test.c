@@ -300,6 +300,16 @@ static void read_ended(void *context, qkv_status status) {
   end_about(what);
 }
 
+// The records of the session can be found, unless the disk has damaged what was known of them.
+static void read_unpacked(void *context, qkv_status status) {
+  about *what = context;
+  model *on = what->on;
+  const model_record *record = &on->records[what->which];
+  CHECK(on, status == QKV_OK || fault_disk_damaged_segments(on->disk) > 0 || troubled(on) || on->sync_failed,
+        "unpack: %d\n", status);
+  qkv_storage_read(on->storage, record->number, what->bytes, record->size, read_ended, what);
+}
+
 static void read_record(model *on, size_t at) {
   const model_record *record = &on->records[at];
   if (!record->ended) return;
@@ -308,21 +318,30 @@ static void read_record(model *on, size_t at) {
   if (what->bytes == NULL) abort();
   what->was_gone = record->gone;
   session_of(on, record->session)->reads++;
-  qkv_storage_session_unpack(on->storage, record->session, nothing_ended, about_of(on, 0));
-  qkv_storage_read(on->storage, record->number, what->bytes, record->size, read_ended, what);
+  qkv_storage_session_unpack(on->storage, record->session, read_unpacked, what);
+}
+
+static void drop_unpacked(void *context, qkv_status status) {
+  about *what = context;
+  model_record *record = &what->on->records[what->which];
+  if (status == QKV_OK) {
+    qkv_storage_drop(what->on->storage, record->number);
+    record->gone = record->dropped = true;
+  }
+  session_of(what->on, record->session)->reads--;
+  end_about(what);
 }
 
 // Drops a record that a durable one has replaced.
 static void drop_replaced(model *on) {
   for (size_t i = 0; i < on->record_count; i++) {
-    model_record *old = &on->records[i];
+    const model_record *old = &on->records[i];
     if (!old->written || old->gone) continue;
     for (size_t j = i + 1; j < on->record_count; j++) {
       const model_record *next = &on->records[j];
       if (!lineage_same(&on->now, i, j) || !next->durable || next->gone || drawn(on, 3) != 0) continue;
-      qkv_storage_session_unpack(on->storage, old->session, nothing_ended, about_of(on, 0));
-      qkv_storage_drop(on->storage, old->number);
-      old->gone = old->dropped = true;
+      session_of(on, old->session)->reads++;
+      qkv_storage_session_unpack(on->storage, old->session, drop_unpacked, about_of(on, i));
       break;
     }
   }

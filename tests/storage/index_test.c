@@ -7,6 +7,7 @@
 
 #include <cmocka.h>
 #include <malloc.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { INDEX_RECORDS = 5000, INDEX_SESSIONS = 7 };
@@ -188,6 +189,105 @@ static void packed_records_come_back(void **state) {
   qkvi_index_destroy(&index);
 }
 
+static bool in_any_place(void *context, const qkvi_entry *entry) {
+  (void)context;
+  return entry->offset > 0;
+}
+
+static bool nowhere(void *context, const qkvi_entry *entry) {
+  (void)context;
+  (void)entry;
+  return false;
+}
+
+// Whether the session is unloaded now; the payload is the caller's.
+static bool unload(qkvi_index *index, uint64_t session, uint64_t record, uint8_t **payload, uint64_t *bytes) {
+  const qkvi_entry entry = {.record = record,
+                            .session = session,
+                            .segment = 70,
+                            .offset = 8192,
+                            .extent = 12288,
+                            .raw_bytes = 9000,
+                            .tokens = 1,
+                            .kind = QKVI_RECORD_INDEX};
+  *payload = qkvi_index_payload(index, session, bytes);
+  if (*payload == NULL) return false;
+  qkvi_index_writing(index, session, record);
+  assert_null(qkvi_index_payload(index, session, bytes));
+  return qkvi_index_unload(index, &entry);
+}
+
+// Bytes of it that have changed are refused, or give other records; never more than the payload has.
+static void try_damaged(qkvi_index *index, uint64_t session, const uint8_t *payload, uint64_t bytes) {
+  uint8_t *damaged = malloc(bytes);
+  assert_non_null(damaged);
+  for (uint64_t i = 0; i < bytes; i += 1 + i / 16) {
+    memcpy(damaged, payload, bytes);
+    damaged[i] ^= (uint8_t)(1 + i % 255);
+    assert_false(qkvi_index_load(index, session, damaged, bytes, nowhere, NULL));
+    if (i < 16) assert_false(qkvi_index_load(index, session, damaged, bytes, in_any_place, NULL));
+  }
+  for (uint64_t left = 0; left < bytes; left += 1 + left / 8)
+    assert_false(qkvi_index_load(index, session, payload, left, in_any_place, NULL));
+  free(damaged);
+}
+
+static void unloaded_records_come_back(void **state) {
+  (void)state;
+  static qkvi_entry model[INDEX_RECORDS];
+  qkvi_index *index = qkvi_index_create();
+  for (uint64_t i = 0; i < INDEX_RECORDS; i++) {
+    model[i] = entry_for(number_of(i), 3);
+    if (model[i].offset == 0) model[i].offset = 4096;
+    model[i].extent = 4096 * (1 + i % 1000);
+    qkvi_index_add(index, &model[i]);
+  }
+  uint8_t *payloads[INDEX_SESSIONS];
+  uint64_t bytes[INDEX_SESSIONS], fresh;
+  assert_false(qkvi_index_take_fresh(index, &fresh));
+  for (uint64_t session = 0; session < INDEX_SESSIONS; session++) {
+    assert_false(unload(index, session, 1, &payloads[session], &bytes[session]));  // it is not packed
+    qkvi_index_pack(index, session, true);
+    assert_true(qkvi_index_take_fresh(index, &fresh) && fresh == session);
+    assert_true(unload(index, session, UINT64_C(9) << 40 | session, &payloads[session], &bytes[session]));
+  }
+  assert_int_equal(count_found(index, model, QKVI_ANY_SEGMENT), 0);
+  assert_int_equal(qkvi_index_records(index), INDEX_RECORDS);
+  // What they take: the table, a chunk or two that are left, and the sessions.
+  assert_true(qkvi_index_bytes(index) < 300000);
+  for (uint64_t session = 0; session < INDEX_SESSIONS; session++) {
+    qkvi_entry entry;
+    size_t count, in_segment;
+    free(qkvi_index_list_unloaded(index, QKVI_ANY_SEGMENT, &count));
+    free(qkvi_index_list_unloaded(index, 70, &in_segment));  // where the payloads lie
+    assert_true(count == INDEX_SESSIONS - session && in_segment == count);
+    assert_true(qkvi_index_unloaded(index, session, &entry));
+    assert_true(entry.record == (UINT64_C(9) << 40 | session) && entry.segment == 70 && entry.offset == 8192 &&
+                entry.extent == 12288 && entry.raw_bytes == 9000 && entry.session == session);
+    qkvi_index_unpack(index, session);  // not in memory
+    assert_true(qkvi_index_unloaded(index, session, &entry));
+    try_damaged(index, session, payloads[session], bytes[session]);
+    assert_true(qkvi_index_load(index, session, payloads[session], bytes[session], in_any_place, NULL));
+    assert_false(qkvi_index_unloaded(index, session, &entry));
+    free(payloads[session]);
+  }
+  check_index(index, model);
+  // One that is unpacked, or packed anew, while it is being written, stays in memory. So does one that is not
+  // written.
+  qkvi_index_pack(index, 3, true);
+  uint8_t *payload = qkvi_index_payload(index, 3, &bytes[3]);
+  qkvi_index_writing(index, 3, 11);
+  qkvi_index_unpack(index, 3);
+  qkvi_index_pack(index, 3, true);
+  assert_false(qkvi_index_unload(index, &(qkvi_entry){.record = 11, .session = 3, .extent = 4096, .offset = 4096}));
+  qkvi_index_writing(index, 3, 12);
+  assert_false(qkvi_index_unload(index, &(qkvi_entry){.record = 12, .session = 3}));
+  qkvi_index_unpack(index, 3);
+  check_index(index, model);
+  free(payload);
+  qkvi_index_destroy(&index);
+}
+
 // Pages as a session puts them: layer after layer, or all layers for each 64 tokens. The rest is given back.
 static void packed_records_take_few_bytes(void **state) {
   (void)state;
@@ -226,10 +326,9 @@ static void packed_records_take_few_bytes(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(the_index_finds_what_is_there),
-      cmocka_unit_test(the_index_takes_32_bytes_a_record),
-      cmocka_unit_test(packed_records_come_back),
-      cmocka_unit_test(packed_records_take_few_bytes),
+      cmocka_unit_test(the_index_finds_what_is_there), cmocka_unit_test(the_index_takes_32_bytes_a_record),
+      cmocka_unit_test(packed_records_come_back),      cmocka_unit_test(packed_records_take_few_bytes),
+      cmocka_unit_test(unloaded_records_come_back),
   };
   return cmocka_run_group_tests_name("index", tests, NULL, NULL);
 }
