@@ -32,7 +32,8 @@ static qkv_status read_calibration(const qkv_daemon *daemon, const Qkv__V1__Mode
   }
   if (*calibration == NULL) return QKV_OK;
   const qkv_calibration_shape shape = qkv_model_calibration_shape(&resolved);
-  return qkv_calibration_check(*calibration, &shape, error);
+  QKV_TRY(qkv_calibration_check(*calibration, &shape, error));
+  return qkvi_catalogue_check_calibration(daemon->residency, *calibration, error);
 }
 
 // Whether one is in force, or waits for its trial.

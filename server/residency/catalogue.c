@@ -1,5 +1,6 @@
 // The journal entries of models, calibrations and sessions, by which the next process finds them.
 #include <assert.h>
+#include <inttypes.h>
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
@@ -101,6 +102,20 @@ static qkv_status write_calibration(qkvi_residency *residency, const qkv_model *
   if (status == QKV_OK) status = qkvi_catalogue_finish_wait(&wait, error);
   qkv_wire_writer_destroy(&writer);
   return status;
+}
+
+// With the names of the longest entry.
+qkv_status qkvi_catalogue_check_calibration(const qkvi_residency *residency, const qkv_calibration *calibration,
+                                            qkv_error *error) {
+  enum { NAMES = 2 * QKV_NAME_MAX + 64 };
+  size_t size;
+  if (residency == NULL) return QKV_OK;
+  const uint64_t most = residency->entry_max > NAMES ? residency->entry_max - NAMES : 0;
+  (void)qkv_calibration_bytes(calibration, &size);
+  if (size <= most) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "model.calibration has %zu bytes, at most %" PRIu64 " fit into the journal of --data-dir", size,
+                  most);
 }
 
 static void note_unfit(qkvi_residency *residency, const qkv_model *model, const qkv_calibration *calibration) {

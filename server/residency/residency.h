@@ -79,6 +79,10 @@ qkv_status qkvi_catalogue_closed(qkvi_residency *residency, qkv_session *session
 // The same without waiting: a crash soon afterwards may bring the session back. `residency` may be NULL.
 void qkvi_catalogue_drop(qkvi_residency *residency, qkv_session *session);
 
+// INVALID_ARGUMENT "model.calibration has 2000000000 bytes, ...": it does not fit into an entry of the journal. OK
+// without a data-dir (NULL).
+qkv_status qkvi_catalogue_check_calibration(const qkvi_residency *residency, const qkv_calibration *calibration,
+                                            qkv_error *error);
 // Shares a model of the default tenant (qkv_store_share_model), in the journal first where the model is there. Waits.
 // UNAVAILABLE, RESOURCE_EXHAUSTED: it was not journaled, and is not shared. `residency` NULL: no journal.
 qkv_status qkvi_catalogue_share_model(qkvi_residency *residency, qkv_store *store, const qkv_model *model,

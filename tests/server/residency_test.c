@@ -571,6 +571,36 @@ static bool has_unfit(qkvi_residency *residency) {
   return unfit;
 }
 
+// A calibration that is given is refused where it would be found later to be too large.
+static void test_a_given_calibration_fits_into_an_entry(void **unused) {
+  (void)unused;
+  scene s;
+  size_t size;
+  qkv_error error = {0};
+  const qkv_model *model = NULL;
+  setup(&s, "auto");
+  calibrate(&s, 0);
+  assert_int_equal(qkv_store_model(s.store, "default", "tiny", &model, NULL), QKV_OK);
+  const qkv_calibration *given = qkv_calibration_slot_get(model->calibration);
+  (void)qkv_calibration_bytes(given, &size);
+  assert_int_equal(qkvi_catalogue_check_calibration(NULL, given, &error), QKV_OK);
+  assert_int_equal(qkvi_catalogue_check_calibration(s.residency, given, &error), QKV_OK);
+  s.residency->entry_max = size;
+  assert_int_equal(qkvi_catalogue_check_calibration(s.residency, given, &error), QKV_INVALID_ARGUMENT);
+  char text[160];
+  (void)snprintf(text, sizeof text, "model.calibration has %zu bytes, at most ", size);
+  assert_memory_equal(error.text, text, strlen(text));
+  // What is let through is journaled, whatever the names are.
+  s.residency->entry_max = size + 2 * QKV_NAME_MAX + 64;
+  assert_int_equal(qkvi_catalogue_check_calibration(s.residency, given, NULL), QKV_OK);
+  qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
+  assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
+  sync_all(&s, session);
+  close_session(&s, &session);
+  qkv_calibration_unref(&given);
+  teardown(&s);
+}
+
 // Its pages are not put, and it does not count as a failure of the disk, which other pages go to.
 static void test_a_calibration_larger_than_an_entry(void **unused) {
   (void)unused;
@@ -630,6 +660,7 @@ int main(void) {
       cmocka_unit_test(test_closing_before_it_is_journaled),
       cmocka_unit_test(test_a_check_that_is_refused),
       cmocka_unit_test(test_many_calibrations),
+      cmocka_unit_test(test_a_given_calibration_fits_into_an_entry),
       cmocka_unit_test(test_a_calibration_larger_than_an_entry),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
