@@ -111,6 +111,7 @@ static qkv_code open_session(qkvctl_target *target, ProtobufCMessage **answer, q
   request.tier_bits = info->tier_bits;
   request.keep_full_set_case = QKV__V1__OPEN_SESSION_REQUEST__KEEP_FULL_SET_KEEP_FULL;
   request.keep_full = info->keep_full;
+  request.retention = info->retention;
   return qkv_client_call_message(target->config.client, "/qkv.v1.KvCache/OpenSession", &request.base,
                                  &qkv__v1__open_session_response__descriptor, answer, error);
 }

@@ -101,6 +101,23 @@ def test_copy(daemon, cache, other):
         assert_same(cache, moved)
 
 
+def test_what_the_session_was_opened_with(daemon, make_cache, other, tmp_path):
+    """The copy, and what a file makes, has it too: its owner's daemon may have other defaults."""
+    wanted = {"retention": kv.RETENTION_EVICT, "ttl_ms": 3600000, "max_attention_error": 0.25, "tier_bits": 1.5,
+              "keep_full": True, "first_position": 7}
+    made = make_cache(layers=1, dtype=FP16)
+    made.name = f"{made.name}-opened"
+    made.stub.OpenSession(kv.OpenSessionRequest(session=made.name, model=made.model.name, **wanted), timeout=TIMEOUT)
+    made.append(7, *made.rows(100))
+    copy(daemon, made, other)
+    path = str(tmp_path / "session.qkvs")
+    json_lines("qkvctl", "fetch", made.name, "--coded", "--output", path, "--target", daemon.target)
+    json_lines("qkvctl", "load", path, "--session", "loaded", "--target", other.target)
+    for name in (made.name, "loaded"):
+        info = other.stub().GetSession(kv.GetSessionRequest(session=name), timeout=TIMEOUT)
+        assert {field: getattr(info, field) for field in wanted} == wanted, name
+
+
 def test_copy_is_refused(daemon, cache, other):
     result = run("qkvctl", "copy", cache.name, "--target", daemon.target)
     assert result.returncode == 2 and "--to" in result.stderr
