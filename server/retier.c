@@ -28,6 +28,7 @@ struct qkvi_retierer {
   qkvi_residency *residency;  // NULL: there is no SSD
   qkv_retier_policy policy;   // tier-bits, or the thresholds
   double high, low;           // watermarks, parts of what memory-budget has for pages; 1: none
+  uint64_t evictable;         // bytes of sessions that may go, as the step begins
   bool pressed;
   note notes[NOTES];
 };
@@ -129,8 +130,10 @@ static void aim_sessions(step *on) {
 
 // ---- Under pressure ----
 
+// But for what is freed by closing a session as soon as it is asked for.
 static uint64_t used(const qkvi_retierer *retierer) {
-  return qkv_arena_read(qkv_store_arena(retierer->store)).bytes_used;
+  const uint64_t all = qkv_arena_read(qkv_store_arena(retierer->store)).bytes_used;
+  return all > retierer->evictable ? all - retierer->evictable : 0;
 }
 
 static uint64_t mark(const qkvi_retierer *retierer, double part) {
@@ -187,6 +190,8 @@ static bool press_in_order(step *on) {
 // True where there is more to demote.
 static bool press_sessions(step *on) {
   qkvi_retierer *retierer = on->retierer;
+  retierer->evictable = 0;
+  if (retierer->pressed || is_high(retierer)) retierer->evictable = qkv_store_evictable(retierer->store);
   if (!retierer->pressed && !is_high(retierer)) return false;
   begin_work(on, PRESS_MS);
   if (!retierer->pressed) log_pressure(retierer, "memory-high is reached, sessions are demoted");

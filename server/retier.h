@@ -6,8 +6,10 @@
 //                          sessions are brought to 3 bits on average, then 2.5, then 2, one after the other
 //
 // Skipped: sessions with a quality contract, and under pressure those that keep pages in full, as nothing would be
-// freed. A session that needs nothing is not visited again before it has been used: it leaves its list (recency.h),
-// so the cost of a step depends only on the sessions that need something.
+// freed, and those that may be closed instead: a miss is better than a silent loss, and what they hold does not
+// count. A session that needs nothing is not visited again before it has been used: it leaves its list (recency.h),
+// so the cost of a step depends only on the sessions that need something, but for one look at all of them under
+// pressure.
 //
 // A step of either kind ends after `tier-pages` pages, or 25 and 50 ms. The first kind goes on a quarter of a second
 // later, the second at once: appends wait for the memory that it frees.

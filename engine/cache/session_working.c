@@ -26,7 +26,7 @@ session_working *qkvi_session_new_working(qkv_session *session) {
   atomic_init(&working->fold_tried_ms, 0);
   const qkv_session_config *config = &kind->config;
   working->tiers.aimed = config->max_attention_error == 0 && (config->tier_bits > 0 || config->retier_all);
-  working->tiers.demotable = config->max_attention_error == 0 && !config->keep_full;
+  working->tiers.demotable = config->max_attention_error == 0 && !config->keep_full && !config->evictable;
   atomic_init(&working->tiers.looked_ms, 0);
   atomic_init(&working->tiers.settled, false);
   atomic_init(&working->tiers.lowest, false);

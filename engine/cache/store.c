@@ -516,6 +516,17 @@ uint64_t qkv_store_staying(qkv_store *store) {
   return bytes;
 }
 
+uint64_t qkv_store_evictable(qkv_store *store) {
+  uint64_t bytes = 0;
+  lock_to_read(store);
+  const qkv_session *session;
+  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
+    if (qkv_session_may_go(session)) bytes += qkv_session_bytes_kept(session);
+  }
+  unlock(store);
+  return bytes;
+}
+
 // Takes the session, which has been found, out of the table and gives the lock back.
 static qkv_status close_found(qkv_store *store, qkv_session *session, uint64_t *bytes_freed) {
   qkvi_session_table_remove(&store->sessions, session);

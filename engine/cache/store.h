@@ -131,6 +131,8 @@ size_t qkv_store_backed(qkv_store *store, qkv_session **out, size_t max);
 // Bytes of memory that sessions without a backing have, and those that are pinned. O(sessions), a look at a few
 // numbers each.
 uint64_t qkv_store_staying(qkv_store *store);
+// Likewise, of the sessions that may be closed where something is full (qkv_session_may_go).
+uint64_t qkv_store_evictable(qkv_store *store);
 
 // Up to `max` open sessions that share the longest prefixes with `count` token ids, in the order of
 // qkv_prefix_index_match, with a reference each that the caller returns; `pages` gets how many each shares. Returns

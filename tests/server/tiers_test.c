@@ -34,6 +34,16 @@ static kv_item item_of(const char *session, uint32_t layer, uint64_t position) {
   return (kv_item){.session = session, .layer = layer, .position = position, .seed = 5};
 }
 
+static void open_evictable(fixture_client *to, const char *name) {
+  Qkv__V1__OpenSessionRequest request = QKV__V1__OPEN_SESSION_REQUEST__INIT;
+  request.session = (char *)name;
+  request.model = (char *)"m";
+  request.retention = QKV__V1__RETENTION__RETENTION_EVICT;
+  fixture_result result = kv_call(to, KV_METHOD("OpenSession"), &request.base);
+  assert_string_equal(result.text, "");
+  fixture_free(&result);
+}
+
 static void open_session(fixture_client *to, const char *name, double tier_bits, bool keep_full) {
   Qkv__V1__OpenSessionRequest request = QKV__V1__OPEN_SESSION_REQUEST__INIT;
   request.session = (char *)name;
@@ -371,6 +381,48 @@ static void short_memory_demotes_the_coldest(void **state) {
   kv_stop(&other, &to);
 }
 
+// Sessions of about 110 KiB, more than memory holds: those that may go are closed, no session loses bits. Then there
+// are too many that stay, and these do.
+static void sessions_that_may_go_are_closed_instead(void **state) {
+  (void)state;
+  enum { EVICTABLE = 14, KEPT = 8, TICKS_MS = 800 };
+  fixture_daemon *other = NULL;
+  fixture_client *to = NULL;
+  kv_start((const char *[]){"--memory-budget=1MiB", "--memory-high=0.7", "--memory-low=0.68", "--calibrate-tokens=0",
+                            NULL},
+           &other, &to);
+  double full = 0, bits = 0;
+  char name[16];
+  open_session(to, "k0", 0, false);
+  fill(to, "k0", TOKENS);
+  bytes_of(to, "k0", &full);
+  for (int i = 0; i < EVICTABLE; i++) {
+    (void)snprintf(name, sizeof name, "e%d", i);
+    open_evictable(to, name);
+    fill(to, name, TOKENS);
+    if (i == EVICTABLE / 2) fixture_sleep_ms(TICKS_MS);
+  }
+  fixture_sleep_ms(TICKS_MS);
+  assert_true(kv_metric(to, "qkvd_kv_bytes") > 0.7 * 1048576);
+  assert_true(kv_metric(to, "qkvd_sessions_evicted_total") > 0);
+  assert_true(kv_metric(to, "qkvd_tier_pages_total") == 0);
+  bytes_of(to, "k0", &bits);
+  assert_true(bits == full);
+  bytes_of(to, name, &bits);
+  assert_true(bits == full);
+  for (int i = 1; i < KEPT; i++) {
+    (void)snprintf(name, sizeof name, "k%d", i);
+    open_session(to, name, 0, false);
+    fill(to, name, TOKENS);
+  }
+  const int64_t until = fixture_now_ms() + FIXTURE_PATIENCE_MS;
+  for (bytes_of(to, "k0", &bits); bits >= full - 0.9; bytes_of(to, "k0", &bits)) {
+    if (fixture_now_ms() > until) fail_msg("k0 is still at %g bits", bits);
+    fixture_sleep_ms(20);
+  }
+  kv_stop(&other, &to);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(evenly_demoted_rows_are_the_engines),
@@ -380,6 +432,7 @@ int main(void) {
       cmocka_unit_test(statistics_come_by_layer_and_head),
       cmocka_unit_test(sessions_reach_their_budget),
       cmocka_unit_test(short_memory_demotes_the_coldest),
+      cmocka_unit_test(sessions_that_may_go_are_closed_instead),
   };
   return cmocka_run_group_tests(tests, start, stop);
 }
