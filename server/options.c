@@ -20,71 +20,67 @@ const qkv_option qkv_server_option_table[] = {
     {"listen", QKV_OPTION_LIST, AT(listen), "127.0.0.1:7580", 0, 0, "ADDRESS",
      "Where to serve gRPC: unix:PATH or HOST:PORT; may be given several times. Port 0 takes any free one."},
     {"admin-listen", QKV_OPTION_STRING, AT(admin_listen), NULL, 0, 0, "ADDRESS",
-     "Where to serve HTTP for operators (metrics, health, JSON and a page): HOST:PORT, 127.0.0.1:7581 for instance, "
-     "or "
-     "unix:PATH. Without it there is none."},
+     "Where to serve HTTP for operators (metrics, health, JSON and a page): HOST:PORT, 127.0.0.1:7581 for "
+     "instance, or unix:PATH. Without it nothing is served."},
     {"admin-auth", QKV_OPTION_FLAG, AT(admin_auth), NULL, 0, 0, NULL,
-     "Requests to --admin-listen, but for /health and the page itself, need a bearer token of --auth-file that may "
-     "read "
-     "for all tenants."},
+     "Ask for a bearer token on --admin-listen: one of --auth-file with the role read and the tenant *. /health "
+     "and the page, which has no figures of its own, need none."},
     {"admin-anonymous", QKV_OPTION_FLAG, AT(admin_anonymous), NULL, 0, 0, NULL,
-     "Serve --admin-listen also where other machines may reach it, though nobody is asked for credentials there."},
-    {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE", "YAML file with these options as keys."},
+     "Allow an --admin-listen that other machines can reach without --admin-auth, which is refused otherwise."},
+    {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE",
+     "YAML file with these options as keys. Arguments and environment variables go before it."},
     {"listen-mode", QKV_OPTION_STRING, AT(listen_mode), "0660", 0, 0, "MODE",
-     "Access to the files of unix sockets, in octal: who may write to one may connect."},
+     "Mode of the unix sockets' files, in octal: who may write to a file may connect to it."},
     {"tls-cert", QKV_OPTION_STRING, AT(tls_cert), NULL, 0, 0, "FILE",
-     "Certificate of the daemon and those that lead to its authority, PEM: TCP connections are TLS 1.2 or later. It "
-     "is "
-     "read anew when it changes, and on SIGHUP."},
-    {"tls-key", QKV_OPTION_STRING, AT(tls_key), NULL, 0, 0, "FILE", "Its private key, PEM, without a passphrase."},
+     "The daemon's certificate and the chain up to its authority, PEM. TCP connections are then TLS 1.2 or later. "
+     "The file is read again when it changes, and on SIGHUP."},
+    {"tls-key", QKV_OPTION_STRING, AT(tls_key), NULL, 0, 0, "FILE",
+     "The private key of --tls-cert, PEM, without a passphrase."},
     {"tls-client-ca", QKV_OPTION_STRING, AT(tls_client_ca), NULL, 0, 0, "FILE",
-     "Authorities, PEM: each client of TCP must have a certificate of one of them."},
+     "Certificates of authorities, PEM: each client on TCP must show a certificate that one of them has signed."},
     {"auth-file", QKV_OPTION_STRING, AT(auth_file), NULL, 0, 0, "FILE",
-     "Bearer tokens (hashes of them), client certificates and users of unix sockets that are known, each with a "
-     "tenant and roles; other calls are refused. It is read anew when it changes, and on SIGHUP."},
+     "Who may call: hashes of bearer tokens, names of client certificates and users of unix sockets, each with a "
+     "tenant and roles. Other calls are refused. The file is read again when it changes, and on SIGHUP."},
     {"jwks", QKV_OPTION_STRING, AT(jwks), NULL, 0, 0, "FILE",
-     "JSON Web Key Set: bearer tokens may be JWTs that a key of it has signed (RS256, ES256, EdDSA). The auth-file "
-     "says what their subjects may do. It is read anew when it changes, and on SIGHUP."},
-    {"jwt-issuer", QKV_OPTION_STRING, AT(jwt_issuer), NULL, 0, 0, "ISSUER", "What iss of a JWT must be."},
+     "JSON Web Key Set: bearer tokens may also be JWTs that are signed with a key of it (RS256, ES256, EdDSA). The "
+     "auth-file says what their subjects may do. The file is read again when it changes, and on SIGHUP."},
+    {"jwt-issuer", QKV_OPTION_STRING, AT(jwt_issuer), NULL, 0, 0, "ISSUER", "The issuer (iss) that a JWT must name."},
     {"jwt-audience", QKV_OPTION_STRING, AT(jwt_audience), NULL, 0, 0, "AUDIENCE",
-     "What aud of a JWT must be, or have among others."},
+     "The audience (aud) that a JWT must name, alone or among others."},
     {"quota-file", QKV_OPTION_STRING, AT(quota_file), NULL, 0, 0, "FILE",
-     "What each tenant may take. It is read anew when it changes, and on SIGHUP; qkvctl quota writes it. Without it "
-     "the file quotas in data-dir, if there is one."},
+     "What each tenant may take, one a line; qkvctl quota set writes it. The file is read again when it changes, "
+     "and on SIGHUP. Without this option it is the file quotas in --data-dir, if there is one."},
     {"allow-anonymous", QKV_OPTION_STRING, AT(allow_anonymous), NULL, 0, 0, "WHERE",
-     "Calls that show nothing may do everything: unix, with auth-file those of unix sockets; all, "
-     "without "
-     "auth-file, also where other machines reach the daemon."},
+     "Let in calls without credentials, with all rights. unix: on unix sockets, although there is an --auth-file. "
+     "all: on every --listen, where other machines reach it too; needs that there is no --auth-file."},
     {"memory-budget", QKV_OPTION_BYTES, AT(memory_budget), "4GiB", MIB, 1024 * 1024 * GIB, "BYTES",
-     "Memory for all sessions, their keys and values; sessions and appends beyond it are refused. The whole process "
-     "keeps to it and a tenth."},
+     "Memory for all sessions: keys, values and what belongs to them. What does not fit leaves for --data-dir, or "
+     "is refused where there is none. The whole process keeps to this and a tenth."},
     {"gpu-memory", QKV_OPTION_BYTES, AT(gpu_memory), "0", 0, 1024 * GIB, "BYTES",
-     "Memory on a GPU for copies of pages, where attention is computed on them; what does not fit, and what its "
-     "kernels "
-     "do not take, is computed by the CPU. 0: no GPU is used, else at least 16MiB."},
+     "Memory on a GPU for copies of coded pages, whose attention is computed there; for all other pages it is "
+     "computed by the CPU. At least 16MiB; 0: no GPU is used."},
     {"gpu-device", QKV_OPTION_STRING, AT(gpu_device), "0", 0, 0, "GPU",
-     "The GPU that is used: its number or its UUID, that of a MIG slice too."},
+     "The GPU: its number or its UUID, or the UUID of a MIG slice."},
     {"gpu-kernels", QKV_OPTION_STRING, AT(gpu_kernels), NULL, 0, 0, "FILE",
-     "Its kernels, a fat binary, a cubin or PTX, instead of those that are part of the program."},
+     "File with the GPU's kernels (a fat binary, a cubin or PTX) in place of those that are part of the program."},
     {"huge-pages", QKV_OPTION_STRING, AT(huge_pages), "auto", 0, 0, "PAGES",
-     "What keys and values lie on: auto, pages of 2 MiB where the kernel gives them on request, or off. The log says "
-     "which."},
+     "Memory pages for keys and values. auto: of 2 MiB, where the kernel gives them on request; off: of the usual "
+     "size. The log says which."},
     {"numa", QKV_OPTION_STRING, AT(numa), "off", 0, 0, "PLACE",
-     "Where keys and values lie on a machine of several nodes: off, where the kernel likes, interleave, on all in "
-     "turn, or local, on the node of the thread that writes them."},
+     "Where keys and values lie on a machine with several NUMA nodes. off: where the kernel puts them; interleave: "
+     "on all nodes in turn; local: on the node of the thread that writes them."},
     {"threads", QKV_OPTION_INTEGER, AT(threads), "0", 0, 1024, "N",
-     "Compute threads, for encoding and attention; 0: one for each processor that qkvd may use. Bulk work, which "
-     "yields to "
-     "attention, has as many, and up to 8 threads of each start where jobs wait for the disk."},
+     "Compute threads, for encoding and attention; 0: one for each processor that the daemon may use. As many "
+     "more, of a lower priority, do bulk work, and up to 8 more of each kind run while others wait for the disk."},
     {"pin-threads", QKV_OPTION_FLAG, AT(pin_threads), NULL, 0, 0, NULL,
-     "Each compute thread keeps a processor of its own: attention is slowed down less by other work, and "
-     "what comes back from the SSD gets less of them. For machines that qkvd has to itself."},
+     "Bind each compute thread to a processor of its own: attention is slowed down less by other work, and pages "
+     "that come back from the SSD get fewer processors. For machines that run nothing else."},
     {"rpc-threads", QKV_OPTION_INTEGER, AT(rpc_threads), "1", 1, 64, "N",
-     "Threads that read and answer calls; on few cores one is the fastest."},
+     "Threads that read requests and write responses; on few cores one is the fastest."},
     {"limit-message", QKV_OPTION_BYTES, AT(limit_message), "64MiB", 4096, 2047 * MIB, "BYTES",
      "Largest request message."},
     {"limit-response-bytes", QKV_OPTION_BYTES, AT(limit_response_bytes), "1GiB", MIB, 1024 * GIB, "BYTES",
-     "Memory for results and rows that are computed, but not sent yet."},
+     "Memory for responses that are computed and not sent yet."},
     {"limit-items", QKV_OPTION_INTEGER, AT(limit_items), "1024", 1, 1048576, "N", "Items in one request."},
     {"limit-sessions", QKV_OPTION_INTEGER, AT(limit_sessions), "65536", 1, 16777216, "N", "Sessions open at once."},
     {"limit-objects", QKV_OPTION_INTEGER, AT(limit_objects), "65536", 0, 16777216, "N",
@@ -93,161 +89,163 @@ const qkv_option qkv_server_option_table[] = {
      "Size of one opaque object."},
     {"limit-models", QKV_OPTION_INTEGER, AT(limit_models), "64", 1, 65536, "N", "Models registered."},
     {"limit-prefixes", QKV_OPTION_INTEGER, AT(limit_prefixes), "1048576", 0, QKV_PREFIX_PAGES_MAX, "N",
-     "Distinct pages of 64 token ids that are indexed for Match, 64 bytes each; 0: none, Match finds nothing."},
+     "How many distinct pages of 64 token ids Match can find, at 64 bytes of memory each; 0: Match finds nothing."},
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
     {"limit-control-calls", QKV_OPTION_INTEGER, AT(limit_control_calls), "64", 4, 65536, "N",
-     "Health checks and calls of Admin running at once. They have places of their own, so that a daemon that is full "
-     "answers them."},
+     "Health checks and calls of Admin running at once. They have places of their own, so that a daemon that is "
+     "full answers them."},
     {"limit-connection-calls", QKV_OPTION_INTEGER, AT(limit_connection_calls), "512", 1, 1048576, "N",
      "Calls of one connection running at once."},
     {"limit-tenant-calls", QKV_OPTION_INTEGER, AT(limit_tenant_calls), "0", 0, 1048576, "N",
-     "Calls of one tenant running at once; 0: as limit-calls says."},
+     "Calls of one tenant running at once; 0: as --limit-calls."},
     {"limit-connections", QKV_OPTION_INTEGER, AT(limit_connections), "16384", 1, 1048576, "N",
      "Connections at once, those of unix sockets included; more are closed as they come."},
     {"limit-peer-connections", QKV_OPTION_INTEGER, AT(limit_peer_connections), "0", 0, 1048576, "N",
-     "Connections of one IPv4 address, or of one IPv6 network of 64 bits; 0: half of limit-connections."},
+     "Connections of one IPv4 address, or of one IPv6 network of 64 bits; 0: half of --limit-connections."},
     {"limit-control-frames", QKV_OPTION_INTEGER, AT(limit_control_frames), "1000", 0, 1000000, "N",
-     "HTTP/2 frames without a message of one connection a second, each counted for what it costs, and five times as "
-     "many at once; a connection that sends more is closed. 0: no limit."},
+     "HTTP/2 frames that carry no message (SETTINGS, PING, RST_STREAM and others), for one connection and second, "
+     "each weighted by what it costs; five times as many may come at once. A connection that sends more is closed. "
+     "0: no limit."},
     {"limit-first-message", QKV_OPTION_DURATION, AT(limit_first_message), "10s", 0, 3600000, "TIME",
-     "How long a call may take until its first message has arrived as a whole; 0: as long as it likes. Where "
-     "limit-calls is reached, calls without a message lose their places at once."},
+     "Time until a call's first message has arrived as a whole; 0: no limit. Once --limit-calls is reached, calls "
+     "without one are ended at once."},
     {"limit-unread-response", QKV_OPTION_DURATION, AT(limit_unread_response), "5m", 0, 86400000, "TIME",
-     "How long a message to a client may lie unread before its call is ended; 0: as long as it likes."},
+     "Time that a response may wait for its client to read it before the call is ended; 0: no limit."},
     {"limit-idle-stream", QKV_OPTION_DURATION, AT(limit_idle_stream), "24h", 0, 604800000, "TIME",
-     "How long a stream may wait for its client's next message before it is ended; 0: as long as it likes."},
+     "Time that a stream may wait for its client's next message before it is ended; 0: no limit."},
     {"limit-watchers", QKV_OPTION_INTEGER, AT(limit_watchers), "16", 0, 1024, "N", "Watch calls at once; 0: none."},
     {"limit-client-shm", QKV_OPTION_INTEGER, AT(limit_client_shm), "256", 1, 65536, "N",
      "Regions of clients' shared memory registered at once."},
     {"limit-metric-labels", QKV_OPTION_INTEGER, AT(limit_metric_labels), "64", 0, 1024, "N",
-     "Tenants, and models, that /metrics names; those that come later are summed as \"other\"."},
+     "Tenants, and models, that /metrics shows by name; those that come later are summed as \"other\"."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
-     "Requests that wait for a compute thread."},
+     "Requests that wait for a compute thread at once; more are refused."},
     {"codec", QKV_OPTION_STRING, AT(codec), "embedded", 0, 0, "NAME",
-     "What codes rows where neither model nor session says: embedded, exact or another codec of the table."},
+     "Codec of keys and values where neither model nor session names one: embedded, exact, or another one of "
+     "docs/codecs.md."},
     {"codec-v", QKV_OPTION_STRING, AT(codec_v), NULL, 0, 0, "NAME",
-     "The same for values alone; both are then neither embedded nor exact. Without it --codec."},
+     "Codec of values, where it differs from that of keys; neither may then be embedded or exact. Without it "
+     "--codec."},
     {"bits", QKV_OPTION_REAL, AT(bits), "0", 0, 0, "BITS",
-     "Bits per coordinate where neither model nor session says; 0: 4, or where the codec has no 4 bits 8 or 2. With "
-     "embedded in eighths up to 8, and an average, which a calibration distributes over keys and values, layers and "
-     "heads by what they miss."},
+     "Bits per coordinate where neither model nor session says; 0: 4, or where the codec has no 4 bits 8 or 2. "
+     "embedded takes eighths up to 8, as an average: with a calibration, keys or values, layers and heads that err "
+     "more get more of them."},
     {"bits-k", QKV_OPTION_REAL, AT(bits_k), "0", 0, 0, "BITS", "The same for keys alone; 0: --bits."},
     {"bits-v", QKV_OPTION_REAL, AT(bits_v), "0", 0, 0, "BITS", "The same for values alone; 0: --bits."},
     {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
-     "Newest tokens kept exact where neither model nor session says."},
+     "How many of the newest tokens are kept exact, not coded, where neither model nor session says."},
     {"sink-tokens", QKV_OPTION_INTEGER, AT(sink_tokens), "4", 0, QKV_SINK_TOKENS_MAX, "TOKENS",
-     "First tokens of a sequence whose coded rows keep at least 8 bits a coordinate, where neither model nor session "
-     "says."},
+     "How many of a sequence's first tokens are coded with at least 8 bits a coordinate, where neither model nor "
+     "session says."},
     {"anchor", QKV_OPTION_STRING, AT(anchor), "none", 0, 0, "KIND",
-     "What rows are predicted by where neither model nor session says: none, mean, group, chain, or auto, whichever "
-     "errs least at equal bytes."},
+     "What a page's rows are predicted by, so that only the difference is coded, where neither model nor session "
+     "says: none; mean, of the page; group, the mean of 16 tokens; chain, the row before; auto, whichever errs "
+     "least at equal bytes."},
     {"anchor-every", QKV_OPTION_INTEGER, AT(anchor_every), "0", 0, QKV_ANCHOR_EVERY_MAX, "TOKENS",
-     "Chains store a new anchor after so many tokens; 0: only as a page begins."},
+     "For chains: a new anchor is stored after so many tokens; 0: only where a page begins."},
     {"anchor-threshold", QKV_OPTION_REAL, AT(anchor_threshold), "0", 0, QKV_ANCHOR_THRESHOLD_MAX, "RATIO",
-     "Chains store a new anchor where a row differs from the one before by more than this part of its norm; 0: off."},
+     "For chains: a new anchor is stored where a row differs from the one before by more than this part of its "
+     "norm; 0: never."},
     {"low-rank", QKV_OPTION_STRING, AT(low_rank), "none", 0, 0, "KIND",
-     "Low-rank factors of pages where neither model nor session says: none, predictor, correction, or auto, where "
-     "they "
-     "lower the error at equal bytes."},
+     "Low-rank factors that are stored with a page, where neither model nor session says: none; predictor, taken "
+     "off before rows are coded; correction, fitted to what the codes miss; auto, a predictor where it lowers the "
+     "error at equal bytes."},
     {"rank", QKV_OPTION_INTEGER, AT(rank), "4", 1, QKV_RANK_MAX, "N",
-     "The rank of such factors; for auto the highest."},
+     "Rank of the factors of --low-rank; for auto the highest."},
     {"gqa-compensation", QKV_OPTION_FLAG, AT(gqa_compensation), NULL, 0, 0, NULL,
-     "More bits, up to 8, where several query heads share a KV head: one for 2 to 4, two for up to 16, where neither "
-     "model nor session says."},
+     "Code with more bits where several query heads share a KV head: one more for 2 to 4, two more for up to 16, 8 "
+     "bits at most. Where neither model nor session says."},
     {"calibration", QKV_OPTION_LIST, AT(calibration), NULL, 0, 0, "MODEL=FILE",
-     "Calibration file for the model of the tenant default that is registered under this name, where its "
-     "registration "
-     "brings none; may be given several times."},
+     "Calibration file for the model that the tenant default has registered under this name without one; may be "
+     "given several times."},
     {"trust-calibration", QKV_OPTION_FLAG, AT(trust_calibration), NULL, 0, 0, NULL,
-     "Use calibrations of --calibration at once, and neither try them on traffic nor withdraw them."},
+     "Use the files of --calibration at once: they are not tried on traffic before, and not withdrawn."},
     {"calibrate-tokens", QKV_OPTION_INTEGER, AT(calibrate_tokens), "16384", 0, 1e12, "TOKENS",
-     "Tokens after which a model's code is calibrated from its traffic, for pages to come; 0: never."},
+     "Tokens of a model after which a calibration is learnt from its traffic, for pages that come after; 0: never."},
     {"calibrate-skip", QKV_OPTION_LIST, AT(calibrate_skip), NULL, 0, 0, "TENANT",
-     "Tenants whose rows do not teach calibrations."},
+     "Tenant whose rows are not used to learn calibrations; may be given several times."},
     {"ema-alpha", QKV_OPTION_REAL, AT(ema_alpha), "0.996", 0, 0, "FACTOR",
-     "What a token's average of received attention keeps with each query; 0.996 is about the last 256."},
+     "Part of a token's average of received attention that stays with each query: 0.996 averages about the last "
+     "256."},
     {"ema-every", QKV_OPTION_INTEGER, AT(ema_every), "16", 0, 1048576, "N",
-     "Attention is counted for one of so many decode steps or blocks of queries, of every layer; 0: never."},
+     "Received attention is counted in one of so many decode steps, or blocks of queries, of every layer; 0: "
+     "never."},
     {"keep-full", QKV_OPTION_FLAG, AT(keep_full), NULL, 0, 0, NULL,
-     "Keep pages also in full when they go to lower tiers, where the session does not say: nothing is freed, and "
+     "Keep pages that go to lower tiers also as they were, where the session does not say: no memory is freed, and "
      "the way back is exact."},
     {"allow-client-shm", QKV_OPTION_FLAG, AT(allow_client_shm), NULL, 0, 0, NULL,
-     "Clients that call by a unix socket may register POSIX shared memory of their user, which rows are then copied "
-     "from and to instead of crossing the socket."},
+     "Let clients on a unix socket register POSIX shared memory that their user owns. Rows are then copied from "
+     "and to it, and do not cross the socket."},
     {"separate-appends", QKV_OPTION_FLAG, AT(separate_appends), NULL, 0, 0, NULL,
-     "Code the rows of every append, also those whose token ids another session of the tenant, model and salt holds. "
-     "Without it the other session's pages are taken, and the rows are not compared with them."},
+     "Code the rows of every append. Without it an append whose token ids another session of the same tenant, "
+     "model and salt holds gets that session's pages, and its rows are not compared with them."},
     {"tier-bits", QKV_OPTION_REAL, AT(tier_bits), "0", 0, 0, "BITS",
-     "Average code bits per coordinate, in eighths up to 8, that sessions are brought to by attention, in the "
-     "background, where they do not say; 0: they are left as they are."},
+     "Average bits per coordinate, in eighths up to 8, to which sessions that do not say are brought in the "
+     "background: tokens that receive less attention get fewer. 0: sessions are left as they are."},
     {"tier-thresholds", QKV_OPTION_STRING, AT(tier_thresholds), NULL, 0, 0, "HI,MID,LO",
-     "Where tier-bits is 0: groups of tokens go to 4, 3, 2 or 1 bits where the average attention to their best token "
-     "is at least HI, MID, LO or below."},
+     "Where --tier-bits is 0: groups of tokens go to 4, 3, 2 or 1 bits where the average attention to their best "
+     "token is at least HI, at least MID, at least LO, or less."},
     {"tier-sinks", QKV_OPTION_INTEGER, AT(tier_sinks), "4", 0, 1048576, "TOKENS",
-     "First tokens of a session that the background leaves as they are."},
+     "How many of a session's first tokens are left as they are by --tier-bits and --tier-thresholds."},
     {"tier-pages", QKV_OPTION_INTEGER, AT(tier_pages), "256", 1, 1048576, "N",
-     "Pages of 64 tokens that the background changes at once, four times a second."},
+     "Pages of 64 tokens that are brought to other bits at once, four times a second."},
     {"memory-high", QKV_OPTION_REAL, AT(memory_high), "0.9", 0, 1, "PART",
-     "Part of memory-budget beyond which sessions are demoted, the longest unused ones first, to 2 bits at least; "
-     "1: never."},
-    {"memory-low", QKV_OPTION_REAL, AT(memory_low), "0.8", 0, 1, "PART", "Part of memory-budget at which that ends."},
+     "Part of --memory-budget above which sessions are brought to fewer bits, down to 2, the longest unused ones "
+     "first; 1: never."},
+    {"memory-low", QKV_OPTION_REAL, AT(memory_low), "0.8", 0, 1, "PART",
+     "Part of --memory-budget at which that ends."},
     {"data-dir", QKV_OPTION_STRING, AT(data_dir), NULL, 0, 0, "DIR",
-     "Directory of the SSD tier: sessions that are not in memory alone outlive the process, and memory-budget."},
+     "Directory of the SSD tier. Sessions that lie there outlive the process, and together they may be larger than "
+     "--memory-budget."},
     {"durability", QKV_OPTION_STRING, AT(durability), NULL, 0, 0, "KIND",
-     "Of sessions that do not say: memory, async (written behind) or sync (appends are acknowledged once their rows "
-     "are on the device). Without it async with a data-dir, and memory otherwise."},
+     "Of sessions that do not say: memory, they are lost with the process; async, rows are written in the "
+     "background; sync, appends are acknowledged once their rows are on the device. Without this option async with "
+     "--data-dir, else memory."},
     {"retention", QKV_OPTION_STRING, AT(retention), "keep", 0, 0, "KIND",
-     "Of sessions and objects that do not say: keep, or evict (the longest unused are closed where memory, sessions "
-     "or "
-     "the SSD are full)."},
+     "Of sessions and objects that do not say: keep; or evict, the longest unused are closed where memory, "
+     "--limit-sessions or the SSD are full."},
     {"storage-io", QKV_OPTION_STRING, AT(storage_io), "auto", 0, 0, "DRIVER",
-     "How the disk is read and written: uring, pread, or auto, io_uring where it is allowed."},
+     "How files are read and written: uring, pread (by threads), or auto, io_uring where it is allowed."},
     {"storage-budget", QKV_OPTION_BYTES, AT(storage_budget), "0", 0, 1024 * 1024 * GIB, "BYTES",
-     "What the files in data-dir may take, at least four segments; before that is exceeded the longest unused "
-     "sessions "
-     "and objects are deleted. 0: nine tenths of what these files have and the file system has free when the daemon "
-     "starts."},
+     "What the files in --data-dir may take, at least four segments; the longest unused sessions and objects are "
+     "deleted before it is exceeded. 0: nine tenths of what these files have and the file system has free when the "
+     "daemon starts."},
     {"storage-segment", QKV_OPTION_BYTES, AT(storage_segment), "256MiB", MIB, 16 * GIB, "BYTES",
-     "Size of a file there, a multiple of 4096."},
+     "Size of a file in --data-dir, a multiple of 4096."},
     {"storage-dirty", QKV_OPTION_BYTES, AT(storage_dirty), "64MiB", MIB, 64 * GIB, "BYTES",
-     "Pages that wait to be written. They and other buffers of the SSD tier take a sixteenth of memory-budget at "
-     "most, so "
-     "that they may be fewer."},
+     "Memory for pages that wait to be written. All buffers of the SSD tier take at most a sixteenth of "
+     "--memory-budget, so that it may be less."},
     {"storage-read-ahead", QKV_OPTION_BYTES, AT(storage_read_ahead), "256MiB", 0, 64 * GIB, "BYTES",
-     "Pages of the layers to come that are brought back ahead of the requests for them, an eighth of memory-budget "
-     "at "
-     "most; 0: none."},
+     "Memory for pages of the next layers that are read before requests ask for them, at most an eighth of "
+     "--memory-budget; 0: none are."},
     {"fold-after", QKV_OPTION_DURATION, AT(fold_after), "30s", 0, 86400000, "TIME",
-     "After so long without a use a session of which nothing is in memory but on the SSD gives up its layers' "
-     "tables, "
-     "token ids and averages of attention, too; 0: never."},
+     "Time without a use after which a session that lies on the SSD alone gives up its tables, token ids and "
+     "averages of attention in memory, too; its next use reads them back. 0: never."},
     {"storage-compact-rate", QKV_OPTION_BYTES, AT(storage_compact_rate), "64MiB", 0, 64 * GIB, "BYTES",
-     "Bytes a second that files are compacted by in the background, where less than half of one is needed; 0: "
-     "never."},
+     "Rate of compaction in the background, in bytes a second. It empties files of which less than half is needed; "
+     "0: never."},
     {"drain-grace", QKV_OPTION_DURATION, AT(drain_grace), "10s", 0, 3600000, "TIME",
-     "How long running calls may go on after SIGTERM or qkvctl drain."},
+     "How long calls that run on SIGTERM or qkvctl drain may go on."},
     {"drain-notice", QKV_OPTION_DURATION, AT(drain_notice), "0s", 0, 600000, "TIME",
-     "How long the daemon says that it is not ready, and serves new calls still, before that begins."},
+     "How long the daemon says before that that it is not ready, and still serves new calls."},
     {"cpu-mask", QKV_OPTION_LIST, AT(cpu_mask), NULL, 0, 0, "LIST",
-     "Processor features that may be used, as far as they are there: none, or some of avx2, fma, f16c, avx512, "
-     "avx512-vnni, avx512-vbmi, neon, neon-dotprod, amx-int8. Kernels for avx2 need fma and f16c, too. Without it "
-     "all."},
+     "Processor features that may be used, of those that there are: none, or a list of avx2, fma, f16c, avx512, "
+     "avx512-vnni, avx512-vbmi, neon, neon-dotprod and amx-int8. Kernels for avx2 need fma and f16c, too. Without "
+     "it all are."},
     {"log-level", QKV_OPTION_STRING, AT(log_level), "info", 0, 0, "LEVEL",
-     "Least level that is logged: debug, info, warn or error."},
+     "Lowest level that is logged: debug, info, warn or error."},
     {"audit-log", QKV_OPTION_STRING, AT(audit_log), NULL, 0, 0, "FILE",
-     "Where calls of Admin, and refusals for want of a token, a certificate or a role, are written to, a line of "
-     "JSON "
-     "each. It is opened again on SIGHUP."},
+     "File for calls of Admin, and for calls that were refused for want of a token, a certificate or a role, a "
+     "line of JSON each. It is opened again on SIGHUP."},
     {"slow-call", QKV_OPTION_DURATION, AT(slow_call), "0", 0, 3600000, "TIME",
-     "Calls, and messages of streams of rows, that take longer are in the log, with where their time went; 0: none."},
+     "Calls, and messages of streams of rows, that take longer are logged with where their time went; 0: none are."},
     {"discard", QKV_OPTION_FLAG, AT(discard), NULL, 0, 0, NULL,
-     "For transport benchmarks: rows are read, checked and acknowledged, but not kept."},
+     "Keep no rows: they are read, checked and acknowledged. For benchmarks of the transport."},
     {"check-health", QKV_OPTION_FLAG, AT(check_health), NULL, 0, 0, NULL,
-     "Ask the daemon at --admin-listen, else at the first --listen without TLS, whether it is ready, and exit with 0 "
-     "if "
-     "it is, 1 if not."},
+     "Ask the daemon at --admin-listen, else at the first --listen that has no TLS, whether it is ready; exit with "
+     "0 if it is, else with 1."},
     {"print-options", QKV_OPTION_FLAG, AT(print_options), NULL, 0, 0, NULL,
-     "Print the options in force and where they come from, and exit."},
+     "Print the options in force and where each comes from, and exit."},
     {"print-metrics", QKV_OPTION_FLAG, AT(print_metrics), NULL, 0, 0, NULL, "Print the list of metrics, and exit."},
     {"help", QKV_OPTION_FLAG, AT(help), NULL, 0, 0, NULL, "Print this, and exit."},
     {"version", QKV_OPTION_FLAG, AT(version), NULL, 0, 0, NULL, "Print the version, and exit."},

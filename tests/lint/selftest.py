@@ -22,7 +22,7 @@ CLEAN = {
     "client/c/qkv.h": "#ifndef QKV_CLIENT_C_QKV_H\n#define QKV_CLIENT_C_QKV_H\n// See qkv_c().\nint qkv_d(int x);\n#endif\n",
     "client/c/qkv.map": "{\n  global:\n    qkv_d;\n  local:\n    *;\n};\n",
     "proto/qkv/v1/a.proto": "service A {\n  rpc Do(B) returns (C);\n}\n",
-    "docs/protocol.md": "# Protocol\n\nLost is named here.\n\n| call | kind |\n|---|---|\n| `A.Do` | unary |\n",
+    "docs/protocol.md": "# Protocol\n\nLost is named here, and --threads.\n\n| call | kind |\n|---|---|\n| `A.Do` | unary |\n",
 }
 LONG_BODY = "  use(1);\n" * 95
 
@@ -46,6 +46,7 @@ CASES = [
     ("source.py", "engine/base/b.h", "int qkv_c(void);\n", "no include guard"),
     ("tables.py", "server/metrics.h", '  X(LOST, "qkvd_lost_total", QKV_COUNTER, "Lost.")\n', "qkvd_lost_total is never updated"),
     ("tables.py", "server/main.c", '{"lost", QKV_OPTION_FLAG, offsetof(config, lost)}\n', "--lost is never used"),
+    ("tables.py", "server/main.c", '{"lost", QKV_OPTION_FLAG, offsetof(config, lost)}\n', "--lost is in no guide"),
     ("tables.py", "client/c/qkv.h", "int qkv_lost(void);\n", "does not export qkv_lost"),
     ("tables.py", "client/c/qkv.map", "    qkv_lost;\n", "exports qkv_lost, which"),
     ("tables.py", "proto/qkv/v1/a.proto", "service B {\n  rpc Lost(B) returns (C);\n}\n", "does not list Lost"),

@@ -1,5 +1,5 @@
-"""Every metric is updated somewhere and every option is used somewhere, outside the tables that list them; libqkv
-exports the functions of its header and no others; docs/protocol.md lists every call.
+"""Every metric is updated somewhere and every option is used somewhere, outside the tables that list them, and the guides
+tell of each option of the daemon; libqkv exports the functions of its header and no others; docs/protocol.md lists every call.
 
 Usage: tables.py ROOT
 """
@@ -50,6 +50,16 @@ def check_options(report, sources):
         report.violation("server", 0, "no option tables found: have they changed their form?")
 
 
+def check_guides(report, sources, guides):
+    """Options of the daemon, as --name or `name`."""
+    for path in sources:
+        if not path.startswith("server/"):
+            continue
+        for name, _ in OPTION_ROW.findall(sources[path]):
+            if name not in ("help", "version") and not re.search(rf"(--|`){name}(?![\w-])", guides):
+                report.violation(path, 0, f"option --{name} is in no guide: docs/*.md, README.md")
+
+
 def check_exports(report, header, exports):
     """The functions of the header and the linker's list of exports are the same."""
     if header is None or exports is None:
@@ -78,6 +88,8 @@ def main(root):
     sources = {path: read(root, path) for path in project_files(root) if is_c(path)}
     check_metrics(report, sources)
     check_options(report, sources)
+    check_guides(report, sources, "\n".join(read(root, path) for path in project_files(root)
+                                            if path == "README.md" or re.fullmatch(r"docs/[\w-]+\.md", path)))
     check_exports(report, sources.get(CLIENT_HEADER), read(root, EXPORTS) if CLIENT_HEADER in sources else None)
     check_calls(report, read(root, PROTOCOL) if os.path.exists(os.path.join(root, PROTOCOL)) else None,
                 {path: read(root, path) for path in project_files(root) if path.startswith("proto/qkv/")})
