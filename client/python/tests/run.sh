@@ -195,7 +195,7 @@ run_vllm() {
   QKV_SMOLLM2=$(realpath "$(deploy/smollm2.sh)")
   export QKV_SMOLLM2
   say "vLLM $vllm"
-  run_pytest vllm -s $here/test_vllm_events.py $here/test_vllm.py
+  run_pytest vllm -s $here/test_vllm_halves.py $here/test_vllm_events.py $here/test_vllm.py
 }
 
 run_lmcache() {

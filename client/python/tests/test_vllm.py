@@ -197,6 +197,20 @@ def test_a_daemon_killed_in_the_middle_of_a_load(daemon, proxy, client, second):
     wait_for(hits, "the daemon is not used again")
 
 
+def test_after_a_reset_of_the_connector_nothing_older_is_loaded(second):
+    """As after a change of weights; what is saved from then on is found."""
+    assert second.ask(reset=True, connector=True)
+    assert second.generate(PROMPT, COUNT)["cached"] == 0
+
+    def hits():
+        assert second.ask(reset=True)
+        made = second.generate(PROMPT, COUNT)
+        assert made["tokens"] == EXPECTED
+        return made["cached"] == LOADED
+
+    wait_for(hits, "what was saved after the reset is not found")
+
+
 def test_mutual_tls(tmp_path):
     """Scheduler and worker by a certificate of their own."""
     with (

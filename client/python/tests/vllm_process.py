@@ -51,7 +51,9 @@ class Engine:
         return json.loads(line)
 
     def ask(self, **request):
-        """Sends a request: `prompts` (lists of ids), `count`, `logprobs`; or `reset`. Gives what came of it."""
+        """Sends a request: `prompts` (lists of ids), `count`, `logprobs`; or `reset`, with `connector` of that, too.
+
+        Gives what came of it."""
         self.send(**request)
         return self._answer()
 
@@ -101,7 +103,7 @@ def main():
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("reset"):
-            say(bool(llm.reset_prefix_cache()))
+            say(bool(llm.reset_prefix_cache(reset_connector=request.get("connector", False))))
             continue
         sampling = SamplingParams(
             temperature=0, detokenize=False, ignore_eos=True, max_tokens=request["count"],

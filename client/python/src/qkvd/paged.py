@@ -14,6 +14,8 @@ import torch
 from qkvd.arrays import Array, as_numpy
 from qkvd.errors import Unimplemented
 
+PIECE_BYTES = 16 << 20  # of a GPU's memory that a copy to the processor's takes
+
 
 class PagedLayer:
     """The cache of one layer. order: of each element of [block_tokens, key_dim + value_dim], where in its region it lies;
@@ -38,13 +40,15 @@ class PagedLayer:
         return places
 
     def copy(self, blocks: Sequence[int]) -> torch.Tensor:
-        """What these blocks hold now, in memory of its own on their device."""
-        return self.cache.index_select(0, self._places(blocks))
+        """What these blocks hold now, in the processor's memory."""
+        return gathered(self.cache, self._places(blocks))
 
     def rows(self, copied: torch.Tensor, skip: int, tokens: int) -> tuple[Array, Array]:
         """k and v [tokens, kv_heads, dim] of what `copy` gave, without its first `skip` tokens."""
-        both = reordered(copied.cpu(), self.order).permute(0, 2, 1, 3)
-        heads = both.shape[2]
+        width = copied.shape[2]
+        first, end = skip // width, -(-(skip + tokens) // width)
+        both = reordered(copied[first:end], self.order).permute(0, 2, 1, 3)
+        heads, skip = both.shape[2], skip - first * width
         k, v = (
             part.reshape(-1, heads, part.shape[3])[skip : skip + tokens]
             for part in (both[..., : self.key_dim], both[..., self.key_dim :])
@@ -84,6 +88,20 @@ class Landing:
         assert self.tokens == len(self._places) * self._array.shape[2], "blocks are not full"
         cache: Any = self._layer.cache
         cache.index_copy_(0, self._places, reordered(self._rows, self._layer.inverse).to(cache.device))
+
+
+def gathered(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """cache[places], in the processor's memory.
+
+    From a GPU it comes to pinned memory, piece by piece in the device's stream: it is there once that has come so far.
+    """
+    if not cache.is_cuda:
+        return cache.index_select(0, places)
+    target = torch.empty((len(places), *cache.shape[1:]), dtype=cache.dtype, pin_memory=True)
+    step = max(PIECE_BYTES // (cache[0].numel() * cache.element_size()), 1)
+    for at in range(0, len(places), step):
+        target[at : at + step].copy_(cache.index_select(0, places[at : at + step]), non_blocking=True)
+    return target
 
 
 def reordered(blocks: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

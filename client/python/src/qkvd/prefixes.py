@@ -61,7 +61,7 @@ class Options:
     ttl: float = 0.0  # seconds after which an unused session is closed; 0: when the daemon has no place for others
     timeout: float = 10.0  # seconds for a load, and for each step of a save
     lookup_timeout: float = 0.25  # seconds for a lookup, which the scheduler waits for
-    save_buffer: int = 1 << 30  # bytes of rows that wait to be saved, at most; what is beyond is not saved
+    save_buffer: int = 1 << 30  # bytes of rows that wait to be saved, at most, on each rank
     prefill_wait: float = 5.0  # seconds that a consumer waits for rows that a producer has announced
 
     @classmethod

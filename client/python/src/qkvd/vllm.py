@@ -29,7 +29,7 @@ from qkvd.errors import InvalidArgument
 from qkvd.prefixes import Options
 from qkvd.vllm_blocks import BlockScheduler, BlockWorker, takes_rows
 from qkvd.vllm_events import Told
-from qkvd.vllm_scheduler import Blocks, QkvdMetadata, Scheduler
+from qkvd.vllm_scheduler import Blocks, Progress, QkvdMetadata, Scheduler
 from qkvd.vllm_stats import QkvdPromMetrics, QkvdStats
 from qkvd.vllm_worker import RowWorker, Worker
 
@@ -77,9 +77,15 @@ class QkvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Loads that have failed are not tried again."""
+        """Loads that have failed are not tried again; saves that are done make place for others."""
         assert self._scheduler is not None
-        self._scheduler.failed(connector_output.failed_recving)
+        self._scheduler.take_output(connector_output)
+
+    def reset_cache(self) -> bool | None:
+        """After a change of weights: nothing that is held now is loaded any more, nor is what requests under way compute
+        saved. False while rows of before are being loaded. Another engine with the new weights needs a `model_name` of its
+        own."""
+        return None if self._scheduler is None else self._scheduler.reset()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`."""
@@ -124,6 +130,10 @@ class QkvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return KVConnectorTransferResults()
         ended, failed = self._worker.ended_loads(self._get_connector_metadata().idle)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Progress | None:
+        """How far saves have come, for the scheduler's half."""
+        return None if self._worker is None else self._worker.progress()
 
     def get_kv_connector_stats(self) -> QkvdStats | None:
         """What was loaded and saved since the last call."""

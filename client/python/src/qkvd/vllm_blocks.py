@@ -21,9 +21,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 
 from qkvd.arrays import Array
 from qkvd.errors import NotFound, Unimplemented
+from qkvd.paged import gathered
 from qkvd.prefixes import NAMELESS, Options, Prefixes
 from qkvd.vllm_scheduler import Load, Scheduler, Sequence, block_tokens_of, model_name, world_of
-from qkvd.vllm_worker import Work, Worker, rank_of
+from qkvd.vllm_worker import SEND_BYTES, Work, Worker, rank_of
 
 logger = logging.getLogger("vllm.qkvd")
 LAYOUT = 16  # bytes
@@ -69,7 +70,12 @@ class BlockSave:
     request: str
     names: tuple[str, ...]
     blocks: list[int]
-    tokens: int  # in a block
+    block_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """That are saved."""
+        return len(self.names) * self.block_tokens
 
 
 class BlockScheduler(Scheduler):
@@ -84,9 +90,9 @@ class BlockScheduler(Scheduler):
         return [opaque_block_tokens_of(vllm_config, kv_cache_config)]
 
     def _hashes(self, request: Any, begin: int, end: int) -> tuple[str, ...]:
-        """Of the blocks of tokens [begin, end), as far as vLLM has them."""
+        """Of the blocks of tokens [begin, end), as far as vLLM has them, and of the epoch."""
         hashes = request.block_hashes[begin // self._tokens : end // self._tokens]
-        return tuple(one[:16].hex() for one in hashes)
+        return tuple(self._epoch + one[:16].hex() for one in hashes)
 
     def _look_up(self, sequence: Sequence, ids: list[int]) -> None:
         hashes = self._hashes(sequence.request, 0, len(sequence.request.all_token_ids))
@@ -98,11 +104,8 @@ class BlockScheduler(Scheduler):
     def _names(self, sequence: Sequence, begin: int, end: int) -> tuple[str, ...]:
         return self._hashes(sequence.request, begin, end)
 
-    def _save(self, name: str, computed: int, state: Any) -> BlockSave | None:
-        sequence = self._sequences.get(name)
-        if sequence is None or not self._has_ids(sequence.request):
-            return None
-        begin, end = sequence.saved, min(computed, len(sequence.request.all_token_ids))
+    def _save(self, name: str, sequence: Sequence, computed: int, state: Any) -> BlockSave | None:
+        begin, end = sequence.saved, computed
         hashes = self._hashes(sequence.request, begin, end)
         if not hashes:
             return None
@@ -128,7 +131,7 @@ class BlockWorker(Worker):
             layout.append([name, backend, str(cache.dtype), list(cache.shape[1:]), self._layers[-1].bytes])
         self._layout = hashlib.blake2b(repr(layout).encode(), digest_size=LAYOUT).digest()
         self._block_bytes: int = LAYOUT + sum(layer.bytes for layer in self._layers)
-        super().__init__(Prefixes(options, NAMELESS, logger), options)
+        super().__init__(Prefixes(options, NAMELESS, logger), rank_of())
 
     def _read(self, load: Load) -> int:
         (blocks,) = load.blocks
@@ -153,7 +156,8 @@ class BlockWorker(Worker):
 
     def _copy(self, save: BlockSave) -> Work:
         names = [self._tag + name for name in save.names]
-        return CopiedBlocks(save, names, self._layout, [layer.copy(save.blocks) for layer in self._layers])
+        parts = [layer.copy(save.blocks) for layer in self._layers]
+        return CopiedBlocks(save, names, self._layout, parts, self._layers[0].cache.is_cuda)
 
 
 class Bytes:
@@ -173,8 +177,8 @@ class Bytes:
         return (places[:, None] * self._split + torch.arange(self._split, device=places.device)).flatten()
 
     def copy(self, blocks: list[int]) -> torch.Tensor:
-        """[blocks, bytes], in memory of its own on their device."""
-        return self.cache.index_select(0, self._places(blocks)).view(len(blocks), -1)
+        """[blocks, bytes], in the processor's memory."""
+        return gathered(self.cache, self._places(blocks)).view(len(blocks), -1)
 
     def put(self, blocks: list[int], data: torch.Tensor) -> None:
         """The same back."""
@@ -186,13 +190,18 @@ class Bytes:
 class CopiedBlocks(Work):
     """Blocks of each layer, [blocks, bytes]."""
 
-    def __init__(self, save: BlockSave, names: list[str], layout: bytes, parts: list[torch.Tensor]):
-        super().__init__(save.request, parts)
-        self._save, self._names, self._layout, self._parts = save, names, layout, parts
+    def __init__(self, save: BlockSave, names: list[str], layout: bytes, parts: list[torch.Tensor], on_its_way: bool):
+        super().__init__(save.request, save.tokens, parts, on_its_way)
+        self._block_tokens = save.block_tokens
+        self._names, self._layout, self._parts = names, layout, parts
 
     def send(self, prefixes: Prefixes) -> int:
-        """Those that are not held."""
+        """Those that are not held, some at a time."""
         self.wait()
-        head = torch.frombuffer(bytearray(self._layout), dtype=torch.uint8).expand(len(self._names), LAYOUT)
-        blocks: Array = torch.cat([head, *(part.cpu() for part in self._parts)], 1).numpy()
-        return int(prefixes.put_pages(dict(zip(self._names, blocks, strict=True)))) * self._save.tokens
+        at_once, new = max(SEND_BYTES * len(self._names) // max(self.bytes, 1), 1), 0
+        for at in range(0, len(self._names), at_once):
+            names = self._names[at : at + at_once]
+            head = torch.frombuffer(bytearray(self._layout), dtype=torch.uint8).expand(len(names), LAYOUT)
+            blocks: Array = torch.cat([head, *(part[at : at + at_once] for part in self._parts)], 1).numpy()
+            new += int(prefixes.put_pages(dict(zip(names, blocks, strict=True))))
+        return new * self._block_tokens

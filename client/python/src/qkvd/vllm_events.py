@@ -174,9 +174,8 @@ class Events:
     Of several daemons each owns its blocks, "qkvd@TARGET": a page may be held by more than one.
     """
 
-    def __init__(self, options: Options, prefixes: Prefixes, model: str):
-        self._tenant, self._model = options.tenant, model
-        self._salt = options.salt(None, None, None)
+    def __init__(self, options: Options, prefixes: Prefixes, model: str, salt: bytes):
+        self._tenant, self._model, self._salt = options.tenant, model, salt
         self._changed = threading.Condition()
         self._waiting: deque[Told] = deque()
         self._pages = 0  # in these
@@ -263,7 +262,7 @@ class Events:
         return True
 
 
-def events_of(options: Options, prefixes: Prefixes, vllm_config: Any, model: str) -> Events | None:
+def events_of(options: Options, prefixes: Prefixes, vllm_config: Any, model: str, salt: bytes) -> Events | None:
     """None where the engine publishes no events."""
     config = vllm_config.kv_events_config
-    return Events(options, prefixes, model) if config is not None and config.enable_kv_cache_events else None
+    return Events(options, prefixes, model, salt) if config is not None and config.enable_kv_cache_events else None

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
 from qkvd.arrays import Array
 from qkvd.errors import Unimplemented
 from qkvd.prefixes import NAMELESS, PAGE, Options, Prefixes
-from qkvd.vllm_events import Told, events_of
+from qkvd.vllm_events import Events, Told, events_of
 
 logger = logging.getLogger("vllm.qkvd")
 DTYPES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -54,6 +54,11 @@ class Save:
     first: bool
     salt: bytes
     blocks: Blocks
+
+    @property
+    def tokens(self) -> int:
+        """That are saved."""
+        return self.end - self.begin
 
 
 @dataclass
@@ -96,18 +101,27 @@ def model_name(options: Options, vllm_config: Any, rank: int) -> str:
         digest = hashlib.blake2b(json.dumps(what, default=str, sort_keys=True).encode(), digest_size=6).hexdigest()
         short = re.sub(r"[^A-Za-z0-9._@-]", "-", os.path.basename(place.rstrip("/")))[:80]
         name = f"{short}:{digest}"
-    world = world_of(vllm_config)
-    return name if world == 1 else f"{name}:{rank}of{world}"
+    if world_of(vllm_config) == 1:
+        return name
+    parallel = vllm_config.parallel_config
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return f"{name}:tp{rank % tensor}of{tensor}:pp{rank // tensor}of{pipeline}"
 
 
-def salt_of(options: Options, request: Any) -> bytes:
-    """Of a request: its adapter, its user's salt, its images and where they stand."""
+def salt_of(options: Options, request: Any, epoch: str) -> bytes:
+    """Of a request: its adapter, its user's salt, its images and where they stand; and the epoch."""
     adapter = request.lora_request
     return options.salt(
         None if adapter is None else [adapter.lora_name, adapter.lora_path],
         request.cache_salt,
         [[item.identifier, item.mm_position.offset, item.mm_position.length] for item in request.mm_features] or None,
+        *epoch_part(epoch),
     )
+
+
+def epoch_part(epoch: str) -> list[str]:
+    """What the salt has of an epoch; engines that were never reset share what they hold."""
+    return [f"epoch {epoch}"] if epoch else []
 
 
 def block_tokens_of(kv_cache_config: Any) -> list[int]:
@@ -124,6 +138,31 @@ def block_tokens_of(kv_cache_config: Any) -> list[int]:
     return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
 
 
+def token_bytes_of(kv_cache_config: Any) -> int:
+    """Bytes of a token's rows in all layers, on one rank."""
+    size = 0
+    for group in kv_cache_config.kv_cache_groups:
+        specs = list(iter_layer_specs(group.kv_cache_spec))
+        layers = len(group.layer_names) if len(specs) == 1 else 1
+        size += layers * sum(spec.page_size_bytes for spec in specs) // group.kv_cache_spec.block_size
+    return max(size, 1)
+
+
+# ---- what the worker's half tells the scheduler's ----
+
+
+@dataclass
+class Progress(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Of each rank, how many tokens of saves have been sent or given up since it began."""
+
+    done: dict[int, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """With another rank's, or a later one of the same."""
+        ranks = self.done.keys() | other.done.keys()
+        return Progress({rank: max(self.done.get(rank, 0), other.done.get(rank, 0)) for rank in ranks})
+
+
 # ---- the scheduler's half ----
 
 
@@ -138,7 +177,9 @@ class Sequence:
     computed: int = 0  # tokens that the engine itself has, when the daemon was asked
     saved: int = 0  # positions below are held or on their way
     session: str = ""  # that it is saved to, once that has begun
+    loading: bool = False
     load_failed: bool = False
+    outdated: bool = False  # it began before the last reset
     asked_at: float = 0.0  # the clock, when it was first asked for
 
 
@@ -153,11 +194,24 @@ class Scheduler:
         self._models = [model_name(options, vllm_config, rank) for rank in range(world_of(vllm_config))]
         # Lookups name the model; its geometry is known to the workers alone.
         self._prefixes = Prefixes(options, NAMELESS, logger)
-        self._events = events_of(options, self._prefixes, vllm_config, self._models[0]) if self._loads else None
         self._sequences: dict[str, Sequence] = {}
         self._to_load: list[Load] = []
         self._prefix = f"vllm/{secrets.token_hex(6)}"
         self._opened = 0
+        self._epoch = ""  # "": never reset
+        # Tokens that wait to be saved, at most; those that were handed out, and what each rank has done of them.
+        self._waiting_most = options.save_buffer // token_bytes_of(kv_cache_config)
+        self._handed_out = 0
+        self._done = dict.fromkeys(range(world_of(vllm_config)), 0)
+        self._vllm_config = vllm_config
+        self._events = self._begin_events()
+
+    def _begin_events(self) -> Events | None:
+        """Of what requests without adapters, salts and images can load."""
+        if not self._loads:
+            return None
+        salt = self._options.salt(None, None, None, *epoch_part(self._epoch))
+        return events_of(self._options, self._prefixes, self._vllm_config, self._models[0], salt)
 
     def _tokens_of(self, vllm_config: Any, kv_cache_config: Any) -> list[int]:
         """In a block of each group of layers."""
@@ -169,6 +223,20 @@ class Scheduler:
             self._events.close()
         self._prefixes.close()
 
+    def reset(self) -> bool:
+        """The model's weights may be others: what is held is found no more, and requests under way are left alone.
+
+        False where some of these are loading: their rows are those of before.
+        """
+        self._epoch = secrets.token_hex(8)
+        for sequence in self._sequences.values():
+            sequence.outdated = True
+        if self._events is not None:
+            # What was told routers forget by the engine's own AllBlocksCleared.
+            self._events.close()
+            self._events = self._begin_events()
+        return not any(sequence.loading for sequence in self._sequences.values())
+
     def take_events(self) -> list[Told]:
         """Of one step; none where none are published."""
         return [] if self._events is None else self._events.take()
@@ -177,18 +245,19 @@ class Scheduler:
         """Tokens beyond `computed` that the daemon holds, in whole blocks; at least one token is left to compute."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
-            sequence = Sequence(request, salt_of(self._options, request), asked_at=time.monotonic())
+            salt = salt_of(self._options, request, self._epoch)
+            sequence = Sequence(request, salt, asked_at=time.monotonic())
             self._sequences[request.request_id] = sequence
-        if not self._has_ids(request) or sequence.load_failed:
+        if not self._has_ids(request) or sequence.load_failed or sequence.outdated:
             return 0, False
         ids = request.all_token_ids
         self._look_up(sequence, ids[: len(ids) // PAGE * PAGE])
         sequence.computed = computed
         if not self._loads:
             return 0, False
-        whole = max(self._block_tokens)
-        hit = min(sequence.held, len(ids) - 1) // whole * whole
-        if hit < self._announced(request) // whole * whole and self._may_wait(sequence):
+        whole, most = max(self._block_tokens), len(ids) - 1
+        hit, announced = (min(tokens, most) // whole * whole for tokens in (sequence.held, self._announced(request)))
+        if max(hit, computed) < announced and self._may_wait(sequence):
             return None, False
         return (hit - computed, True) if hit > computed else (0, False)
 
@@ -220,6 +289,7 @@ class Scheduler:
         """`blocks` are all of the request's; `tokens` after those that the engine has are to be loaded."""
         sequence = self._sequences[request.request_id]
         begin, end = sequence.computed, sequence.computed + tokens
+        sequence.loading = True
         names = self._names(sequence, begin, end)
         self._to_load.append(Load(request.request_id, names, begin, end, self._cover(blocks, begin, end)))
 
@@ -232,6 +302,15 @@ class Scheduler:
         return tuple(
             list(ids[begin // tokens : -(-end // tokens)]) for ids, tokens in zip(blocks, self._block_tokens, strict=True)
         )
+
+    def take_output(self, output: Any) -> None:
+        """What the workers tell of a step."""
+        for name in output.finished_recving or ():
+            if name in self._sequences:
+                self._sequences[name].loading = False
+        self.failed(output.failed_recving or ())
+        if output.kv_connector_worker_meta is not None:
+            self._done.update(output.kv_connector_worker_meta.done)
 
     def failed(self, requests: Iterable[str]) -> None:
         """What these were to load is computed, and saved anew."""
@@ -251,19 +330,27 @@ class Scheduler:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for name, computed in before.items():
-            save = self._save(name, computed + output.num_scheduled_tokens[name], output.kv_connector_block_state)
+            sequence = self._sequences.get(name)
+            if sequence is None or sequence.outdated or not self._has_ids(sequence.request):
+                continue
+            # Of drafts and of tokens still on their way the ids are not known yet. What goes beyond the buffer comes with a
+            # later step of the request.
+            end = min(computed + output.num_scheduled_tokens[name], len(sequence.request.all_token_ids))
+            begin = sequence.saved
+            save = self._save(name, sequence, min(end, begin + self._free()), output.kv_connector_block_state)
             if save is not None:
                 meta.saves.append(save)
+                self._handed_out += sequence.saved - begin
         return meta
 
-    def _save(self, name: str, computed: int, state: Any) -> Any:
+    def _free(self) -> int:
+        """Tokens that may be handed out to be saved."""
+        return max(self._waiting_most - (self._handed_out - min(self._done.values())), 0)
+
+    def _save(self, name: str, sequence: Sequence, computed: int, state: Any) -> Any:
         """The pages of a request that are complete when `computed` of its tokens are: a Save, or None."""
-        sequence = self._sequences.get(name)
-        if sequence is None or not self._has_ids(sequence.request):
-            return None
         ids = sequence.request.all_token_ids
-        # Of drafts and of tokens still on their way the ids are not known yet.
-        begin, end = sequence.saved, min(computed, len(ids)) // PAGE * PAGE
+        begin, end = sequence.saved, computed // PAGE * PAGE
         if end <= begin:
             return None
         blocks = self._cover(state.get_block_ids(name), begin, end)

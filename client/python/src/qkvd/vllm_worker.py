@@ -20,29 +20,32 @@ from qkvd.configs import rope_of
 from qkvd.errors import Error, InvalidArgument, Unimplemented
 from qkvd.model import Model
 from qkvd.paged import PagedLayer, order_of
-from qkvd.prefixes import Options, Prefixes
-from qkvd.vllm_scheduler import DTYPES, Load, QkvdMetadata, Save, block_tokens_of, model_name, world_of
+from qkvd.prefixes import PAGE, Options, Prefixes
+from qkvd.vllm_scheduler import DTYPES, Load, Progress, QkvdMetadata, Save, block_tokens_of, model_name, world_of
 from qkvd.vllm_stats import QkvdStats, Totals
 
 logger = logging.getLogger("vllm.qkvd")
 LOADERS = 2  # threads
 CHUNK_BYTES = 1 << 20  # of rows in a message of a load
 IDLE_WAIT = 0.005  # seconds that a step without tokens waits for loads, instead of turning at once
+SEND_BYTES = 64 << 20  # of rows in a call of a save
 FLUSH = 30.0  # seconds that a worker which ends gives to rows that wait to be saved
 
 
 class Worker(ABC):
     """Loads and saves in threads of its own; what of each layer, a subclass knows."""
 
-    def __init__(self, prefixes: Prefixes, options: Options):
+    def __init__(self, prefixes: Prefixes, rank: int):
         self._prefixes = prefixes
+        self._rank = rank
         self._stats = Totals()
         self._loaders = ThreadPoolExecutor(LOADERS, "qkvd-load")
         self._changed = threading.Condition()
         self._loading: set[str] = set()
         self._ended: set[str] = set()
         self._failed: set[str] = set()
-        self._saver = Saver(prefixes, options.save_buffer, self._stats)
+        self._saver = Saver(prefixes, self._stats)
+        self._told = 0  # tokens that are done, as the scheduler was told last
 
     @abstractmethod
     def _read(self, load: Load) -> int:
@@ -50,7 +53,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _copy(self, save: Any) -> Work:
-        """What is to be saved, in memory of its own."""
+        """What is to be saved, in memory of its own. What it raises makes nothing of the request saved."""
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -108,10 +111,26 @@ class Worker(ABC):
     def start_saves(self, meta: QkvdMetadata) -> None:
         """Copies what is to be saved; the saver's thread sends it."""
         for save in meta.saves:
+            copy = None
             if self._saver.takes(save.request):
-                self._saver.put(self._copy(save))
+                try:
+                    copy = self._copy(save)
+                except Exception as problem:  # such as no memory for it
+                    self._saver.give_up(save.request, problem)
+            if copy is None:
+                self._saver.done(save.tokens)
+            else:
+                self._saver.put(copy)
         for name in meta.ended:
             self._saver.end(name)
+
+    def progress(self) -> Progress | None:
+        """How many tokens of saves have been sent or given up; None where they are as many as last time."""
+        tokens = self._saver.tokens_done
+        if tokens == self._told:
+            return None
+        self._told = tokens
+        return Progress({self._rank: tokens})
 
 
 def rank_of() -> int:
@@ -128,12 +147,12 @@ class RowWorker(Worker):
 
     def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any, caches: dict[str, torch.Tensor]):
         self._block_tokens = block_tokens_of(kv_cache_config)
-        self._rank = rank_of()
-        self._suffix = "" if world_of(vllm_config) == 1 else f"/{self._rank}"
+        rank = rank_of()
+        self._suffix = "" if world_of(vllm_config) == 1 else f"/{rank}"
         attention = vllm_config.compilation_config.static_forward_context
         self._layers, self._groups = layers_of(kv_cache_config, caches, attention)
-        model = geometry(options, vllm_config, self._layers, self._rank)
-        super().__init__(Prefixes(options, model, logger), options)
+        model = geometry(options, vllm_config, self._layers, rank)
+        super().__init__(Prefixes(options, model, logger), rank)
 
     def _read(self, load: Load) -> int:
         return sum(self._read_group(load, group) for group in range(len(self._groups)))
@@ -169,7 +188,7 @@ class RowWorker(Worker):
             group = self._group_of[index]
             parts.append(layer.copy(save.blocks[group]))
             skip.append(save.begin % self._block_tokens[group])
-        return Copied(save, self._suffix, self._layers, parts, skip)
+        return Copied(save, self._suffix, self._layers, parts, skip, self._layers[0].cache.is_cuda)
 
     @property
     def _group_of(self) -> dict[int, int]:
@@ -251,11 +270,12 @@ def geometry(options: Options, vllm_config: Any, layers: list[PagedLayer], rank:
 class Work(ABC):
     """What a save has copied."""
 
-    def __init__(self, request: str, parts: list[torch.Tensor]):
+    def __init__(self, request: str, tokens: int, parts: list[torch.Tensor], on_its_way: bool):
         self.request = request
+        self.tokens = tokens
         self.bytes = sum(part.numel() * part.element_size() for part in parts)
-        # The copies lie in the model's stream, and another thread reads them.
-        self._event = torch.cuda.Event() if parts[0].is_cuda else None
+        # The copies come in the model's stream, and another thread reads them.
+        self._event = torch.cuda.Event() if on_its_way else None
         if self._event is not None:
             self._event.record()
 
@@ -272,23 +292,29 @@ class Work(ABC):
 class Copied(Work):
     """Rows: whole blocks of each layer, and how many tokens in them are before the first one."""
 
-    def __init__(self, save: Save, suffix: str, layers: list[PagedLayer], parts: list[torch.Tensor], skip: list[int]):
-        super().__init__(save.request, parts)
+    def __init__(
+        self,
+        save: Save,
+        suffix: str,
+        layers: list[PagedLayer],
+        parts: list[torch.Tensor],
+        skip: list[int],
+        on_its_way: bool,
+    ):
+        super().__init__(save.request, save.tokens, parts, on_its_way)
         self._save = save
         self._name = save.session + suffix
         self._layers, self._parts, self._skip = layers, parts, skip
 
-    def rows(self, begin: int) -> list[tuple[Array, Array]]:
-        """k and v of each layer, from position `begin` on."""
-        self.wait()
-        save = self._save
+    def rows(self, begin: int, end: int) -> list[tuple[Array, Array]]:
+        """k and v of each layer, of positions [begin, end)."""
         return [
-            layer.rows(part, skip + begin - save.begin, save.end - begin)
+            layer.rows(part, skip + begin - self._save.begin, end - begin)
             for layer, part, skip in zip(self._layers, self._parts, self._skip, strict=True)
         ]
 
     def send(self, prefixes: Prefixes) -> int:
-        """To its session, which is opened with what is held already."""
+        """To its session, which is opened with what is held already; some pages at a time."""
         save, begin = self._save, self._save.begin
         if save.first:
             held = prefixes.open(self._name, save.ids, save.salt)
@@ -296,20 +322,26 @@ class Copied(Work):
                 prefixes.drop(self._name)
                 raise InvalidArgument(f"of the {begin} tokens before them {held} are still held")
             begin = max(begin, held)
-        if begin < save.end:
-            prefixes.append(self._name, begin, save.ids[-(save.end - begin) :], self.rows(begin))
-        return save.end - begin
+        self.wait()
+        at_once = max(SEND_BYTES * save.tokens // self.bytes // PAGE, 1) * PAGE
+        for at in range(begin, save.end, at_once):
+            end = min(at + at_once, save.end)
+            ids = save.ids[len(save.ids) - (save.end - at) : len(save.ids) - (save.end - end)]
+            prefixes.append(self._name, at, ids, self.rows(at, end))
+        return max(save.end - begin, 0)
 
 
 class Saver:
-    """Sends copied rows, in their order, in a thread. A request whose rows could not be saved once is left alone."""
+    """Sends copied rows, in their order, in a thread. A request whose rows could not be saved once is left alone.
 
-    def __init__(self, prefixes: Prefixes, limit: int, stats: Totals):
+    The scheduler hands out no more than `save_buffer` at a time.
+    """
+
+    def __init__(self, prefixes: Prefixes, stats: Totals):
         self._prefixes = prefixes
-        self._limit = limit
         self._stats = stats
         self._lock = threading.Lock()
-        self._waiting = 0  # bytes
+        self.tokens_done = 0  # sent or given up
         self._dropped: set[str] = set()  # requests
         self._queue: queue.SimpleQueue[Work | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="qkvd-save", daemon=True)
@@ -320,16 +352,24 @@ class Saver:
         with self._lock:
             if request in self._dropped:
                 return False
-            if self._waiting < self._limit and not self._prefixes.breaker.open():
+            if not self._prefixes.breaker.open():
                 return True
-            self._dropped.add(request)
-        self._stats.add(saves_dropped=1)
+        self._drop(request)
         return False
+
+    def done(self, tokens: int) -> None:
+        """So many tokens more are sent or given up."""
+        with self._lock:
+            self.tokens_done += tokens
+
+    def give_up(self, request: str, problem: Exception) -> None:
+        """Rows that cannot be saved are computed again some day."""
+        level = logging.WARNING if isinstance(problem, Error) else logging.ERROR
+        logger.log(level, "rows of request %s are not saved: %s", request, problem)
+        self._drop(request)
 
     def put(self, copied: Work) -> None:
         """Rows to send."""
-        with self._lock:
-            self._waiting += copied.bytes
         self._queue.put(copied)
 
     def end(self, request: str) -> None:
@@ -350,13 +390,10 @@ class Saver:
             try:
                 if work.request not in self._dropped:
                     self._send(work)
-            except Exception as error:  # rows that cannot be saved are computed again some day
-                level = logging.WARNING if isinstance(error, Error) else logging.ERROR
-                logger.log(level, "rows of request %s are not saved: %s", work.request, error)
-                self._drop(work.request)
+            except Exception as error:
+                self.give_up(work.request, error)
             finally:
-                with self._lock:
-                    self._waiting -= work.bytes
+                self.done(work.tokens)
 
     def _drop(self, request: str) -> None:
         with self._lock:
