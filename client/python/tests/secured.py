@@ -18,12 +18,12 @@ class Secured(Daemon):
         subprocess.run([AUTHORITY, "--dir", self.files, "--client", "worker=team-a"], check=True, capture_output=True)
         made = subprocess.run([binary("qkvctl"), "token", "new", "team-a"], check=True, capture_output=True, text=True)
         self.token, line = made.stdout.splitlines()
-        with open(self.file("tokens"), "w") as file, open(self.file("clients")) as clients:
+        with open(self.file("tokens"), "w") as file, open(self.file("daemon/clients")) as clients:
             file.write(f"{clients.read()}{line}\n")
         with open(self.file("token"), "w") as file:
             file.write(self.token + "\n")
         super().__init__(
-            "--tls-cert", self.file("daemon.pem"), "--tls-key", self.file("daemon.key"), "--tls-client-ca",
+            "--tls-cert", self.file("daemon/daemon.pem"), "--tls-key", self.file("daemon/daemon.key"), "--tls-client-ca",
             self.file("authority.pem"), "--auth-file", self.file("tokens"), *arguments,
         )  # fmt: skip
         self.tls = qkvd.Tls(ca=self.file("authority.pem"), certificate=self.file("worker.pem"), key=self.file("worker.key"))
