@@ -228,14 +228,26 @@ static void turn_row(const qkv_phases *phases, const float *restrict cosines, co
 
 // ---- Archive frame ----
 
+static float scale_of(const qkv_phases *phases, bool back) {
+  return (float)(back ? 1 / phases->magnitude : phases->magnitude);
+}
+
+// What turns a pair to the page's centre; `scale` multiplies what turned.
+static void find_centre(const qkv_phases *phases, uint64_t position, uint32_t pair, float scale, float *cosine,
+                        float *sine) {
+  const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
+  *cosine = (float)centre.c * scale;
+  *sine = (float)centre.s * scale;
+}
+
 // direction 1 or -1; `scale` multiplies what turned. Where frequencies change, row by row.
 static void turn_unsteady(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
                           float scale, float *rows) {
   float cosines[QKV_PAGE_TOKENS], sines[QKV_PAGE_TOKENS];
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     float *first = rows + qkv_rope_first(&phases->rope, pair), *second = rows + qkv_rope_second(&phases->rope, pair);
-    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
-    const float cc = (float)centre.c * scale, cs = (float)centre.s * scale;
+    float cc, cs;
+    find_centre(phases, position, pair, scale, &cc, &cs);
     fill_slots(phases, position, tokens, pair, cosines, sines);
     for (size_t t = 0; t < tokens; t++, first += dim, second += dim) {
       const float c = cc * cosines[t] - cs * sines[t], s = direction * (cc * sines[t] + cs * cosines[t]);
@@ -252,11 +264,8 @@ static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens
   if (!steady(phases, position)) return turn_unsteady(phases, position, tokens, dim, direction, scale, rows);
   float centre_c[QKV_DIM_MAX / 2], centre_s[QKV_DIM_MAX / 2], cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
   const size_t pairs = phases->pairs;
-  for (uint32_t pair = 0; pair < pairs; pair++) {
-    const turn centre = turn_of(angle_at(phases, position + CENTRE, pair));
-    centre_c[pair] = (float)centre.c * scale;
-    centre_s[pair] = (float)centre.s * scale;
-  }
+  for (uint32_t pair = 0; pair < pairs; pair++)
+    find_centre(phases, position, pair, scale, &centre_c[pair], &centre_s[pair]);
   for (size_t t = 0; t < tokens; t++) {
     const float *slot_c = phases->slot_cosines + t * pairs, *slot_s = phases->slot_sines + t * pairs;
     for (size_t i = 0; i < pairs; i++) {
@@ -268,11 +277,11 @@ static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens
 }
 
 void qkv_phases_forward(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float *rows) {
-  turn_rows(phases, position, tokens, dim, 1, (float)phases->magnitude, rows);
+  turn_rows(phases, position, tokens, dim, 1, scale_of(phases, false), rows);
 }
 
 void qkv_phases_inverse(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float *rows) {
-  turn_rows(phases, position, tokens, dim, -1, (float)(1 / phases->magnitude), rows);
+  turn_rows(phases, position, tokens, dim, -1, scale_of(phases, true), rows);
 }
 
 // ---- Attend frame ----
@@ -383,6 +392,31 @@ void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform
 void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                           float *rows) {
   move_rows(phases, transform, position, tokens, false, rows);
+}
+
+// ---- For devices ----
+
+void qkv_phases_row_turns(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, bool back,
+                          float *turns) {
+  const size_t pairs = phases->pairs;
+  frame_turns frame;
+  if (transform != NULL) {
+    find_turns(phases, transform, position, &frame);
+    memcpy(turns, frame.cosines, pairs * sizeof *turns);
+    memcpy(turns + pairs, frame.sines, pairs * sizeof *turns);
+    memcpy(turns + 2 * pairs, frame.anchor_x, pairs * sizeof *turns);
+    memcpy(turns + 3 * pairs, frame.anchor_y, pairs * sizeof *turns);
+  } else {
+    memset(turns, 0, 4 * pairs * sizeof *turns);
+  }
+  for (uint32_t pair = 0; pair < pairs; pair++)
+    find_centre(phases, position, pair, scale_of(phases, back), &turns[4 * pairs + pair], &turns[5 * pairs + pair]);
+}
+
+void qkv_phases_slot_turns(const qkv_phases *phases, uint64_t position, float *cosines, float *sines) {
+  for (uint32_t pair = 0; pair < phases->pairs; pair++)
+    fill_slots(phases, position, QKV_PAGE_TOKENS, pair, cosines + (size_t)pair * QKV_PAGE_TOKENS,
+               sines + (size_t)pair * QKV_PAGE_TOKENS);
 }
 
 // ---- For walks over pages ----

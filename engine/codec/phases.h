@@ -53,6 +53,20 @@ void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform
 void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                           float *rows);
 
+// ---- What the rows of a page turn by, for devices that decode as above (engine/kernel/simt/rows.h) ----
+
+enum { QKV_PHASES_ROW_TURNS = 6 };
+// turns [QKV_PHASES_ROW_TURNS][pairs]: cosines and sines of the attend frame, and x and y of the rotating anchor in
+// it
+// (`transform` NULL: zeros); cosines and sines of the centre, as qkv_phases_forward has them, or _inverse where
+// `back`.
+void qkv_phases_row_turns(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, bool back,
+                          float *turns);
+// cosines and sines [pairs][64] of what turns a slot from the centre: the same for all steady pages.
+void qkv_phases_slot_turns(const qkv_phases *phases, uint64_t position, float *cosines, float *sines);
+
+// ---- Walks ----
+
 // What a walk over pages keeps: the span that it is in. To be started before the first page.
 typedef struct qkv_phases_walk {
   uint64_t base;

@@ -1,4 +1,5 @@
-// Where the kernels run that gpu/attend compares: the emulator (launch_emulator.c), or a GPU (on_device.c).
+// Where the kernels run that gpu/attend and gpu/rows compare: the emulator (launch_emulator.c), or a GPU
+// (on_device.c).
 #ifndef QKV_TESTS_GPU_LAUNCH_H
 #define QKV_TESTS_GPU_LAUNCH_H
 
@@ -21,6 +22,17 @@ typedef struct launch_work {
 bool launch_begin(int argc, char **argv, uint64_t *first_seed);
 // Attends the ranges and merges their runs.
 void launch_attend(const launch_work *work);
+
+// Pages to rows: each job's `out` gets its rows, the bytes between them are as they were.
+typedef struct launch_decode_work {
+  const qkv_simt_decode *jobs;  // [count], of dim up to `dim`
+  const size_t *code_bytes;     // [count]
+  const qkv_simt_row_tables *tables;
+  uint32_t count, dim;
+  uint64_t order;
+} launch_decode_work;
+void launch_decode(const launch_decode_work *work);
+
 // After the last: the exit status.
 int launch_end(void);
 

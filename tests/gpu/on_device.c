@@ -1,5 +1,5 @@
-// gpu/attend on a GPU, by the CUDA driver found at run time, and then times: on_device.sh. Exit status 77: there is
-// no GPU, or the program was built without nvcc.
+// gpu/attend or gpu/rows on a GPU, by the CUDA driver found at run time, and then times of attention: on_device.sh.
+// Exit status 77: there is no GPU, or the program was built without nvcc.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -171,6 +171,41 @@ void launch_attend(const launch_work *work) {
   run("qkv_simt_merge_partials", 0, merge.count, QKV_SIMT_MERGE_THREADS, &merge, sizeof merge);
   wait();
   for (uint32_t i = 0; i < work->count; i++) memcpy(work->merges[i].out, (uint8_t *)results + i * bytes, bytes);
+}
+
+// Bytes that a job's rows span.
+static size_t span_of(const qkv_simt_decode *job) {
+  return (job->end - job->first) * (size_t)job->stride;
+}
+
+void launch_decode(const launch_decode_work *work) {
+  qkv_simt_decode jobs[64];
+  size_t at = 0;
+  if (work->count > 64) exit(1);
+  filled = 0;
+  for (uint32_t i = 0; i < work->count; i++) {
+    const qkv_simt_decode *job = &work->jobs[i];
+    const size_t pairs = job->code->pairs;
+    jobs[i] = *job;
+    jobs[i].page = put(job->page, ((const qkv_page_header *)(const void *)job->page)->bytes);
+    jobs[i].code = put(job->code, work->code_bytes[i]);
+    if (job->turns != NULL) jobs[i].turns = put(job->turns, QKV_SIMT_ROW_TURNS * pairs * sizeof(float));
+    if (job->slots != NULL) jobs[i].slots = put(job->slots, 2 * QKV_PAGE_TOKENS * pairs * sizeof(float));
+    if (at + span_of(job) > AREA_BYTES) exit(1);
+    memcpy((uint8_t *)results + at, job->out, span_of(job));
+    jobs[i].out = (uint8_t *)(uintptr_t)(results_at + at);
+    at += span_of(job);
+  }
+  const qkv_simt_decode_args args = {.jobs = put(jobs, work->count * sizeof *jobs),
+                                     .tables = put(work->tables, sizeof *work->tables),
+                                     .count = work->count};
+  MUST(MemcpyHtoDAsync(area, copy, filled, stream));
+  run("qkv_simt_decode_rows", QKV_SIMT_ROWS_SHARED_BYTES(work->dim), work->count, QKV_SIMT_ROWS_THREADS(work->dim),
+      &args, sizeof args);
+  wait();
+  at = 0;
+  for (uint32_t i = 0; i < work->count; at += span_of(&work->jobs[i]), i++)
+    memcpy(work->jobs[i].out, (uint8_t *)results + at, span_of(&work->jobs[i]));
 }
 
 // ---- Times ----

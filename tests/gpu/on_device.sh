@@ -44,22 +44,25 @@ if ! compgen -G "/dev/nvidia[0-9]*" > /dev/null; then
 fi
 mkdir -p "$out"
 [[ -f $build/build.ninja ]] || cmake --preset release -B "$build" -D QKV_CUDA=ON
-cmake --build "$build" --target on_device
-readonly program=$build/bin/on_device
+cmake --build "$build" --target on_device_attend on_device_rows
+readonly programs="$build/bin/on_device_attend $build/bin/on_device_rows"
 unset QKV_ON_DEVICE_IMAGE
 
 failed=0
-for ((i = 0; i < 3; i++)); do
-  "$program" "$((RANDOM * 32768 + RANDOM))" 2>&1 | tee "$out/bits.$i.log" || failed=1
-done
-if command -v compute-sanitizer > /dev/null; then
-  for tool in memcheck racecheck synccheck initcheck; do
-    timeout 90 compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" 1 > "$out/$tool.log" 2>&1 || failed=1
-    tail -n 1 "$out/$tool.log"
+for program in $programs; do
+  name=${program##*/on_device_}
+  for ((i = 0; i < 3; i++)); do
+    "$program" "$((RANDOM * 32768 + RANDOM))" 2>&1 | tee "$out/$name.bits.$i.log" || failed=1
   done
-else
-  echo "on_device.sh: there is no compute-sanitizer"
-fi
-QKV_ON_DEVICE_TIMES=32 "$program" 1 | tee "$out/times.log" | sed -n '/^kernel,/,$p' > "$out/times.csv" || failed=1
+  if ! command -v compute-sanitizer > /dev/null; then
+    echo "on_device.sh: there is no compute-sanitizer"
+    continue
+  fi
+  for tool in memcheck racecheck synccheck initcheck; do
+    timeout 90 compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" 1 > "$out/$name.$tool.log" 2>&1 || failed=1
+    tail -n 1 "$out/$name.$tool.log"
+  done
+done
+QKV_ON_DEVICE_TIMES=32 "$build/bin/on_device_attend" 1 | tee "$out/times.log" | sed -n '/^kernel,/,$p' > "$out/times.csv" || failed=1
 cat "$out/times.csv"
 exit $failed

@@ -22,6 +22,7 @@ static void emulate(emulator_kernel *kernel, const void *args, uint32_t blocks, 
 QKV_SIMT_SHAPES(RUN_SHAPE)
 QKV_SIMT_CALIBRATED(RUN_CALIBRATED)
 RUN(qkv_simt_merge_partials)
+RUN(qkv_simt_decode_rows)
 
 const fake_cuda_kernel fake_cuda_kernels[] = {QKV_SIMT_SHAPES(ROW_SHAPE) QKV_SIMT_CALIBRATED(ROW_CALIBRATED)
-                                                  ROW(qkv_simt_merge_partials){0}};
+                                                  ROW(qkv_simt_merge_partials) ROW(qkv_simt_decode_rows){0}};

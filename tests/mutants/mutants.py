@@ -237,7 +237,7 @@ MUTANTS = [
      "if (LANE + 1 < SHAPE_SLOTS) simt_gate_init", "gpu/attend"),
     ("gpu: low bytes of wide centroids are left out", "engine/kernel/simt/codes_calibrated.inc",
      "return sum_value(sum) + sum_value(low) * 0.0078125f;",
-     "return sum_value(sum);", "gpu/attend"),
+     "return sum_value(sum) + sum_value(low) * 0.0f;", "gpu/attend"),
     ("gpu: halves of a block have the bits of the first", "engine/kernel/simt/codes_calibrated.inc",
      "&block, block.kinds[0], block.kinds[1], words",
      "&block, block.kinds[0], block.kinds[0], words", "gpu/attend"),
@@ -262,6 +262,18 @@ MUTANTS = [
     ("gpu: all groups have the anchor of the first", "engine/kernel/simt/turn.inc",
      "group = i % GROUPS",
      "group = 0 * i", "gpu/attend"),
+    ("gpu: a narrow line of eight coordinates is taken for one of sixteen", "engine/kernel/simt/tile.h",
+     "place.width = left >= 16 ? 1 : 0;",
+     "place.width = 1;", "gpu/rows"),
+    ("gpu: rows are combined before all threads have read their group", "engine/kernel/simt/decode.c",
+     "    simt_sync_block();  // all have read the group\n",
+     "", "gpu/rows"),
+    ("gpu: a chain goes on beyond its segment", "engine/kernel/simt/decode.c",
+     "starts || anchor->kind != ANCHOR_CHAIN ? value : before",
+     "t == 0 || anchor->kind != ANCHOR_CHAIN ? value : before", "gpu/rows"),
+    ("gpu: outlier keys turn like the other rows", "engine/kernel/simt/decode.c",
+     "is_kept(kept, token) ?",
+     "is_kept(kept, token + TILE_TOKENS) ?", "gpu/rows"),
 ]
 
 

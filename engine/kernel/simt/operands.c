@@ -92,6 +92,14 @@ void qkv_simt_tables_fill(qkv_simt_tables *tables) {
   tables->step = qkvi_integers.step;
 }
 
+void qkv_simt_row_tables_fill(qkv_simt_row_tables *tables) {
+  _Static_assert(sizeof tables->gains == sizeof qkvi_integers.gains, "gains");
+  memset(tables, 0, sizeof *tables);
+  for (size_t depth = 1; depth <= QKV_DEPTH_MAX; depth++)
+    memcpy(tables->values + ((size_t)1 << depth) - 2, qkvi_tables.values[depth], sizeof(float) << depth);
+  memcpy(tables->gains, qkvi_integers.gains, sizeof tables->gains);
+}
+
 // ---- Queries and results ----
 
 void qkv_simt_queries_fill(const qkv_simt_shape *shape, const qkv_integer_queries *integers, const float *rows,

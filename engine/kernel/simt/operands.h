@@ -9,6 +9,7 @@
 #include "engine/kernel/integer.h"
 #include "engine/kernel/simt/attend.h"
 #include "engine/kernel/simt/calibrated.h"
+#include "engine/kernel/simt/rows.h"
 
 // A kernel of attend.c that attends. A calibrated one takes numbers of one byte and two, has a turn kernel that runs
 // before it, and other queries and pages (calibrated.h).
@@ -31,6 +32,7 @@ size_t qkv_simt_query_bytes(const qkv_simt_shape *shape);
 
 // Of the CPU's tables (kernel/table.h), which are filled.
 void qkv_simt_tables_fill(qkv_simt_tables *tables);
+void qkv_simt_row_tables_fill(qkv_simt_row_tables *tables);
 
 // Rows [first, first + count) of a block, at most those of the shape, to `out` [QKV_SIMT_QUERY_BYTES(dim)].
 // `integers` are the block's queries as `prepare` (kernel/kernel.h) makes them, rows [integers->count][dim] the

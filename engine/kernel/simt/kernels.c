@@ -1,0 +1,3 @@
+// All kernels for GPUs: nvcc makes an image (image.h) of one file.
+#include "engine/kernel/simt/attend.c"
+#include "engine/kernel/simt/decode.c"

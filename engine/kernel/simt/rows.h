@@ -1,0 +1,76 @@
+// Rows of pages on a GPU: what the host gives to the kernels of decode.c, and gets from them. In C17 and CUDA C++.
+// All pointers in these structures are addresses on the device.
+//
+// A *job* is one head's keys or values of a page. A block of threads takes a job: its rows lie in shared memory, by
+// coordinate. Pages are taken as they lie in memory and on the SSD (engine/codec/page.h): embedded codec, any tiers
+// and schedules, any frame, outlier rows, anchors and factors of any kind, widths of up to QKV_SIMT_ROWS_DIM_MAX.
+// Each step of the arithmetic is that of the CPU's reference (engine/codec/embedded.c), so rows have the same bits.
+#ifndef QKV_ENGINE_KERNEL_SIMT_ROWS_H
+#define QKV_ENGINE_KERNEL_SIMT_ROWS_H
+
+#include <stdint.h>
+
+enum {
+  QKV_SIMT_ROWS_DIM_MAX = 576,  // shared memory of compute capability 8.0 has space for so many coordinates
+  QKV_SIMT_TIERS = 65,
+  QKV_SIMT_DEPTHS = 9,
+};
+
+// Look-up tables: qkv_simt_row_tables_fill (operands.h). 16-byte aligned.
+typedef struct qkv_simt_row_tables {
+  float values[512];  // centroids: those of depth d from 2^d - 2 on
+  float gains[256];   // by gain byte
+} qkv_simt_row_tables;
+
+// The code of one head's keys or values; 16-byte aligned. Offsets count from its beginning.
+typedef struct qkv_simt_code {
+  uint16_t dim, key_dim, value_dim;
+  uint16_t coded;        // coordinates that have bits at the highest tier
+  uint16_t pairs;        // that turn, of keys; 0: there is no RoPE
+  uint16_t step, apart;  // a pair's coordinates: pair * step, and `apart` behind it
+  uint16_t unused;
+  uint32_t synthesis;      // offset of f32 [dim][dim], then f32 mean [dim]; 0: Hadamard
+  uint32_t outlier_steps;  // offset of f32 [dim], of values; 0: all are 1
+  uint32_t signs[32];      // of Hadamard: bit i of word w is coordinate 32 w + i, 1 for minus
+  uint16_t reach[QKV_SIMT_TIERS][QKV_SIMT_DEPTHS];  // engine/codec/schedule.h
+  uint16_t bytes[2][QKV_SIMT_TIERS];                // of a group of keys, of values, by tier
+  uint16_t unused_too[9];
+} qkv_simt_code;
+
+// What keys of a page turn by, f32 [QKV_SIMT_ROW_TURNS][pairs]: cosines and sines of its frame and the rotating
+// anchor there, x and y; cosines and sines of its centre.
+enum { QKV_SIMT_ROW_TURNS = 6 };
+
+enum {
+  QKV_SIMT_ROWS_FRAME = 1,      // rows are turned from their frame to rows as attended
+  QKV_SIMT_ROWS_TURN = 2,       // then by RoPE, forward or back
+  QKV_SIMT_ROWS_TURN_KEPT = 4,  // outlier keys are turned by RoPE
+  QKV_SIMT_ROWS_BACK = 8,       // RoPE back
+};
+
+typedef struct qkv_simt_decode {
+  const uint8_t *page;        // 64-byte aligned
+  const qkv_simt_code *code;  // of the part
+  const float *turns;         // of keys that turn
+  const float *slots;         // the same: f32 [2][pairs][64], cosines and sines of what turns a slot from the centre
+  uint8_t *out;               // the row of token `first`
+  uint64_t stride;            // bytes from a row to the next
+  uint32_t kv_head, part;     // part: qkv_part
+  uint32_t first, end;        // tokens
+  uint32_t dtype;             // qkv_dtype
+  uint32_t flags;
+} qkv_simt_decode;
+
+// Of the kernel qkv_simt_decode_rows: a block for each job, of QKV_SIMT_ROWS_THREADS(the widest job's dim) threads.
+typedef struct qkv_simt_decode_args {
+  const qkv_simt_decode *jobs;  // [count]
+  const qkv_simt_row_tables *tables;
+  uint32_t count;
+} qkv_simt_decode_args;
+
+#define QKV_SIMT_ROWS_THREADS(dim) (((dim) + 31) / 32 * 32)
+// From a coordinate to the next, in floats: four tokens of eight coordinates lie in different banks.
+#define QKV_SIMT_ROWS_STRIDE 68
+#define QKV_SIMT_ROWS_SHARED_BYTES(dim) (sizeof(qkv_simt_row_tables) + 4 * QKV_SIMT_ROWS_STRIDE * (dim))
+
+#endif

@@ -1,0 +1,130 @@
+// A tile: one head's keys or values of a page in shared memory, [coordinate][token], which all threads of a block
+// work on. Between steps the block meets. For the kernels of rows.h.
+#ifndef QKV_ENGINE_KERNEL_SIMT_TILE_H
+#define QKV_ENGINE_KERNEL_SIMT_TILE_H
+
+#include "engine/kernel/simt/rows.h"
+#include "engine/kernel/simt/simt.h"
+
+#define TILE_TOKENS 64u
+#define TILE_GROUPS 4u
+#define TILE_GROUP_TOKENS 16u
+#define TILE_BAND 8u
+#define TILE_STRIDE ((unsigned)QKV_SIMT_ROWS_STRIDE)
+
+SIMT_INLINE float *tile_numbers(void) {
+  return (float *)(void *)(simt_shared() + sizeof(qkv_simt_row_tables));
+}
+
+// The tables, in shared memory; the block meets before they are read.
+SIMT_INLINE const qkv_simt_row_tables *tile_take_tables(const qkv_simt_row_tables *from) {
+  uint32_t *to = (uint32_t *)(void *)simt_shared();
+  for (unsigned i = simt_thread(); i < sizeof *from / 4; i += simt_threads())
+    to[i] = ((const uint32_t *)(const void *)from)[i];
+  return (const qkv_simt_row_tables *)(const void *)simt_shared();
+}
+
+// ---- Where codes lie (engine/codec/page.h) ----
+
+// What a pair of bits has of 8 coordinates: they are those from `at` on of a line of 16 << width bytes at `line`, of
+// bits each; 0 bits: nothing.
+typedef struct tile_place {
+  uint32_t line;
+  unsigned width, at, bits;
+} tile_place;
+
+// `section`: where the pair begins.
+SIMT_INLINE tile_place tile_place_of(const uint16_t *reach, unsigned pair, uint32_t section, unsigned first) {
+  const unsigned both = reach[2 * pair + 2], any = reach[2 * pair + 1];
+  tile_place place = {section, 2, 0, 0};
+  if (first < both) {  // 4 bytes a coordinate; lines of 16, and one of 8
+    const unsigned line = first / 16 * 16;
+    place.bits = 2;
+    place.width = line + 16 <= both ? 2 : 1;
+    place.line += 4 * line;
+    place.at = first - line;
+  } else if (first < any) {  // 2 bytes a coordinate; lines of 32, and one of 16 and of 8
+    unsigned line = (first - both) / 32 * 32;
+    const unsigned left = any - both - line;
+    place.bits = 1;
+    if (left < 32 && left >= 16 && first - both - line >= 16) {
+      line += 16;
+      place.width = 0;
+    } else if (left < 32) {
+      place.width = left >= 16 ? 1 : 0;
+    }
+    place.line += 4 * both + 2 * line;
+    place.at = first - both - line;
+  }
+  return place;
+}
+
+SIMT_INLINE uint32_t tile_section_after(const uint16_t *reach, unsigned pair, uint32_t section) {
+  return section + 2 * (reach[2 * pair + 1] + reach[2 * pair + 2]);
+}
+
+// How far a field of a pair's byte is to be shifted.
+SIMT_INLINE unsigned tile_field_shift(unsigned pair, unsigned field) {
+  return 2 * (field ^ (pair & 1));
+}
+
+// Of a token in a line of keys: `width` as in tile_place.
+SIMT_INLINE uint32_t tile_load_token(const uint8_t *line, unsigned width, unsigned token) {
+  const uint8_t *at = line + (token << width);
+  if (width == 2) return *(const uint32_t *)(const void *)at;
+  if (width == 1) return *(const uint16_t *)(const void *)at;
+  return *at;
+}
+
+// Where the bits of coordinate `at` + k of a line of keys are in what tile_load_token gives.
+SIMT_INLINE unsigned tile_key_shift(const tile_place *place, unsigned pair, unsigned k) {
+  const unsigned number = place->at + k, high = number >> (2 + place->width);  // of a narrow line the second half
+  const unsigned in_half = number & ((4u << place->width) - 1);
+  return 8 * (in_half & ((1u << place->width) - 1)) + tile_field_shift(pair, in_half >> place->width) + high;
+}
+
+// ---- The transform of data-free codes (engine/codec/hadamard.h) ----
+
+// 1 / sqrt(size), a power of two.
+SIMT_INLINE float tile_scale(unsigned size) {
+  float scale = 1;
+  for (; size > 2; size /= 4) scale *= 0.5f;
+  return size == 2 ? scale * (1.0f / 1.41421354f) : scale;
+}
+
+SIMT_INLINE void tile_butterflies(float *tile, unsigned size) {
+  for (unsigned half = 1; half < size; half *= 2) {
+    for (unsigned i = simt_thread(); i < size / 2 * TILE_TOKENS; i += simt_threads()) {
+      const unsigned pair = i / TILE_TOKENS, low = pair / half * 2 * half + pair % half;
+      float *a = tile + low * TILE_STRIDE + i % TILE_TOKENS, *b = a + half * TILE_STRIDE;
+      const float x = *a, y = *b;
+      *a = x + y;
+      *b = x - y;
+    }
+    simt_sync_block();
+  }
+  const float scale = tile_scale(size);
+  for (unsigned i = simt_thread(); i < size * TILE_TOKENS; i += simt_threads())
+    tile[i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS] *= scale;
+}
+
+SIMT_INLINE void tile_transform(float *tile, unsigned dim) {
+  unsigned first = 0;
+  for (unsigned size = 512; size >= TILE_BAND; size /= 2) {
+    if ((dim & size) == 0) continue;
+    tile_butterflies(tile + first * TILE_STRIDE, size);
+    first += size;
+  }
+  simt_sync_block();
+}
+
+SIMT_INLINE void tile_flip_signs(const qkv_simt_code *code, float *tile) {
+  for (unsigned i = simt_thread(); i < code->dim * TILE_TOKENS; i += simt_threads()) {
+    const unsigned c = i / TILE_TOKENS;
+    float *number = tile + c * TILE_STRIDE + i % TILE_TOKENS;
+    *number = simt_float(simt_bits(*number) ^ (code->signs[c / 32] >> (c % 32) << 31));
+  }
+  simt_sync_block();
+}
+
+#endif
