@@ -275,6 +275,7 @@ static bool lock(attend_call *state, batch_part **order, size_t count) {
   const qkv_layer *layer = NULL;
   qsort(order, count, sizeof *order, compare_slots);
   for (size_t i = 0; i < count; i++) {
+    assert(i == 0 || compare_slots(&order[i - 1], &order[i]) <= 0);  // in another order calls may wait for each other
     if (i == 0 || !same_layer(order[i], order[i - 1])) {
       qkv_status status = read_layer(order[i], (state->waits & QKVI_WAIT_LAYERS) != 0, &layer, NULL);
       if (status == QKV_UNAVAILABLE) {

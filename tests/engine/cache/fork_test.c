@@ -360,6 +360,28 @@ static void test_eviction_of_shared_pages(void **state) {
   end(&w);
 }
 
+// Pages behind a fork, of a layer that has ended: the range is the fork's alone, which does not see them.
+static void test_eviction_frees_what_no_layer_sees(void **state) {
+  (void)state;
+  world w;
+  begin(&w, 1);
+  holder *h = w.holders;
+  init_pair(&w, &h[0]);
+  append(&w, &h[0], 64 * 10);
+  fork_holder(&w, &h[0], 5 + 64 * 3);
+  const qkv_page_range *range = h[1].layer.ranges[0].range;
+  const uint64_t coded = qkv_layer_read_usage(&h[0].layer).bytes_coded;
+  end_holder(&h[0]);
+  assert_int_equal(range->count, 9);
+  const uint64_t before = qkv_arena_read(w.arena).bytes_used;
+  // Nothing of the fork is durable, so that none of its own pages leaves memory.
+  assert_int_equal(evict(&h[1].layer, UINT64_MAX, 1001), 0);
+  assert_int_equal(range->count, 3);
+  assert_true(before - qkv_arena_read(w.arena).bytes_used >= coded / 9 * 6);
+  check(&w);
+  end(&w);
+}
+
 // A record is the session's that puts it: a page that was shared without one is put by each.
 static void test_records_of_pages_that_were_shared_early(void **state) {
   (void)state;
@@ -416,6 +438,7 @@ int main(void) {
       cmocka_unit_test(test_random_walks),
       cmocka_unit_test(test_shared_memory_is_held_once),
       cmocka_unit_test(test_eviction_of_shared_pages),
+      cmocka_unit_test(test_eviction_frees_what_no_layer_sees),
       cmocka_unit_test(test_records_of_pages_that_were_shared_early),
       cmocka_unit_test(test_demotion_is_ones_own),
   };
