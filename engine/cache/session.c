@@ -259,7 +259,7 @@ uint64_t qkvi_session_layers_cost(const qkv_session *session) {
 
 uint64_t qkv_session_fork_cost(const qkv_session_config *config, const qkv_model *model) {
   return qkv_arena_cost(session_bytes(text_of(config->name))) + qkv_arena_cost(qkvi_working_bytes(model)) +
-         layers_cost(config, model);
+         qkvi_session_kind_cost(config) + layers_cost(config, model);
 }
 
 static qkv_quality *create_quality(const qkv_session *session, uint32_t layer) {
@@ -290,9 +290,15 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   static _Atomic uint64_t serials;
   const char *name = text_of(config->name);
   const uint64_t cost = qkv_arena_cost(session_bytes(name)) + qkv_arena_cost(qkvi_working_bytes(model));
+  const qkvi_session_kind *kind = NULL;
   QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, cost, error));
+  const qkv_status status = qkvi_session_kind_get(config, model, arena, &kind, error);
+  if (status != QKV_OK) {
+    qkv_arena_unreserve(arena, cost);
+    return status;
+  }
   qkv_session *session = qkv_arena_alloc(arena, session_bytes(name));
-  *session = (qkv_session){.kind = qkvi_session_kind_get(config, model, arena),
+  *session = (qkv_session){.kind = kind,
                            .id = config->id,
                            .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
                            .root = config->root,

@@ -2,7 +2,6 @@
 
 #include <assert.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <xxhash.h>
@@ -50,13 +49,20 @@ static bool config_equal(const qkv_session_config *a, const qkv_session_config *
          a->prefixes == b->prefixes && a->recency == b->recency;
 }
 
+static size_t entry_bytes(const qkv_session_config *config) {
+  return sizeof(entry) + strlen(text_of(config->tenant)) + 1;
+}
+
+uint64_t qkvi_session_kind_cost(const qkv_session_config *config) {
+  return qkv_arena_cost(entry_bytes(config));
+}
+
+// Of reserved memory of the arena.
 static entry *create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena) {
-  const size_t tenant_bytes = strlen(text_of(config->tenant)) + 1;
-  entry *made = malloc(sizeof *made + tenant_bytes);
-  if (made == NULL) abort();
+  entry *made = qkv_arena_alloc(arena, entry_bytes(config));
   *made = (entry){.kind = {.config = *config, .model = model, .arena = arena}};
   qkv_session_config *own = &made->kind.config;
-  own->tenant = memcpy(made->tenant, text_of(config->tenant), tenant_bytes);
+  own->tenant = memcpy(made->tenant, text_of(config->tenant), strlen(text_of(config->tenant)) + 1);
   own->name = NULL;
   own->id = own->ttl_ms = own->whole = own->parent_truncations = 0;
   own->pinned = own->staged = false;
@@ -65,22 +71,32 @@ static entry *create(const qkv_session_config *config, const qkv_model *model, q
   return made;
 }
 
-const qkvi_session_kind *qkvi_session_kind_get(const qkv_session_config *config, const qkv_model *model,
-                                               qkv_arena *arena) {
-  (void)pthread_mutex_lock(&lock);
+// With the lock. NULL: there is none, and no memory for one.
+static entry *find_or_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
+                             qkv_error *error) {
   entry **chain = chain_of(config, model, arena), *found = *chain;
   while (found != NULL &&
          (found->kind.model != model || found->kind.arena != arena || !config_equal(&found->kind.config, config)))
     found = found->next;
-  if (found == NULL) {
-    found = create(config, model, arena);
-    found->next = *chain;
-    *chain = found;
-    count++;
+  if (found != NULL) return found;
+  if (qkv_arena_reserve_in(arena, config->headroom, qkvi_session_kind_cost(config), error) != QKV_OK) return NULL;
+  found = create(config, model, arena);
+  found->next = *chain;
+  *chain = found;
+  count++;
+  return found;
+}
+
+qkv_status qkvi_session_kind_get(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
+                                 const qkvi_session_kind **out, qkv_error *error) {
+  (void)pthread_mutex_lock(&lock);
+  entry *found = find_or_create(config, model, arena, error);
+  if (found != NULL) {
+    found->references++;
+    *out = &found->kind;
   }
-  found->references++;
   (void)pthread_mutex_unlock(&lock);
-  return &found->kind;
+  return found != NULL ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
 }
 
 void qkvi_session_kind_unref(const qkvi_session_kind **kind) {
@@ -92,7 +108,7 @@ void qkvi_session_kind_unref(const qkvi_session_kind **kind) {
     entry **link = chain_of(&left->kind.config, left->kind.model, left->kind.arena);
     while (*link != left) link = &(*link)->next;
     *link = left->next;
-    free(left);
+    qkv_arena_free(left->kind.arena, left, entry_bytes(&left->kind.config));
     count--;
   }
   (void)pthread_mutex_unlock(&lock);

@@ -1,7 +1,8 @@
 // What sessions have alike: their model, their memory, and their config but for what is each session's own. Equal
 // ones are one object, so a session of which little else is in memory has a pointer to it (session_state.h).
 //
-// Reference counted: each session holds one reference. Memory: malloc's, outside the arena, some 400 bytes.
+// Reference counted: each session holds one reference. Memory: its arena's, some 500 bytes, so that sessions of many
+// policies count in the budget.
 // Threads: any; one lock, held for a look-up.
 #ifndef QKV_ENGINE_CACHE_SESSION_KIND_H
 #define QKV_ENGINE_CACHE_SESSION_KIND_H
@@ -14,9 +15,12 @@ typedef struct qkvi_session_kind {
   qkv_arena *arena;
 } qkvi_session_kind;
 
-// With a reference. `config` is copied, with its tenant; the model and the arena outlive the kind.
-const qkvi_session_kind *qkvi_session_kind_get(const qkv_session_config *config, const qkv_model *model,
-                                               qkv_arena *arena);
+// With a reference in *out. `config` is copied, with its tenant; the model and the arena outlive the kind. One that
+// is new is made in config->headroom as far as that goes. RESOURCE_EXHAUSTED, with nothing changed: the arena's.
+qkv_status qkvi_session_kind_get(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
+                                 const qkvi_session_kind **out, qkv_error *error);
+// Bytes of the arena that a new one takes.
+uint64_t qkvi_session_kind_cost(const qkv_session_config *config);
 // Gives the reference back, and clears `*kind`.
 void qkvi_session_kind_unref(const qkvi_session_kind **kind);
 // How many there are in the process.

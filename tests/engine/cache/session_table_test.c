@@ -105,6 +105,24 @@ static void test_kinds(void **unused) {
   config.keep_full = true;
   assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &others[2], NULL), QKV_OK);
   assert_int_equal(qkvi_session_kinds(), before + 4);
+  // Each is in the arena; without memory for one no session is made, and one of a kind that is there is.
+  config.keep_full = false;
+  config.ema.sample_every = 5;
+  const uint64_t used = qkv_arena_read(s.arena).bytes_used;
+  qkv_session *more[2];
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &more[0], NULL), QKV_OK);
+  const uint64_t first = qkv_arena_read(s.arena).bytes_used - used;
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &more[1], NULL), QKV_OK);
+  const uint64_t second = qkv_arena_read(s.arena).bytes_used - used - first;
+  assert_int_equal(first, second + qkvi_session_kind_cost(&config));
+  for (int i = 0; i < 2; i++) qkv_session_unref(&more[i]);
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used, used);
+  qkv_arena_set_limit(s.arena, used + first - 1);
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &more[0], NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(qkv_arena_read(s.arena).bytes_used + qkv_arena_read(s.arena).bytes_reserved, used);
+  config.ema.sample_every = 0;
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &more[0], NULL), QKV_OK);
+  qkv_session_unref(&more[0]);
   for (int i = 0; i < 3; i++) qkv_session_unref(&others[i]);
   assert_int_equal(qkvi_session_kinds(), before + 2);
   teardown(&s);
