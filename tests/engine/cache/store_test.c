@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 
-#include "engine/cache/session_kind.h"
 #include "tests/engine/cache/fixture.h"
 #include "tests/engine/cache/used_session.h"
 
@@ -357,16 +356,13 @@ static void test_close_while_in_use(void **state) {
   qkv_store_destroy(&store);
 }
 
-// What all sessions share.
-#define KIND qkvi_session_kind_cost(&(qkv_session_config){.tenant = "default"})
-
 static uint64_t cost_of_an_empty_session(bool used) {
   qkv_store *store = make_store(1 << 20, 2, 2);
   must_register(store, "tiny");
   qkv_session *session = must_open(store, "a", "tiny");
   if (used) use_session(session);
   qkv_session_unref(&session);
-  uint64_t bytes = bytes_used(store) - KIND;
+  uint64_t bytes = bytes_used(store) - kind_cost();
   qkv_store_destroy(&store);
   return bytes;
 }
@@ -374,7 +370,7 @@ static uint64_t cost_of_an_empty_session(bool used) {
 static void test_the_budget_is_shared(void **state) {
   (void)state;
   char text[128];
-  uint64_t empty = cost_of_an_empty_session(true), budget = 8000 + 2 * empty + KIND;
+  uint64_t empty = cost_of_an_empty_session(true), budget = 8000 + 2 * empty + kind_cost();
   qkv_store *store = make_store(budget, 2, 3);
   must_register(store, "tiny");
   qkv_session *a = must_open(store, "a", "tiny"), *b = must_open(store, "b", "tiny");
@@ -384,7 +380,7 @@ static void test_the_budget_is_shared(void **state) {
   qkv_error error = {0};
   assert_int_equal(append_to(b, 0, &rows, 0, 100, &error), QKV_RESOURCE_EXHAUSTED);
   (void)snprintf(text, sizeof text, "memory-budget is %d bytes, %d in use, 6144 more are needed", (int)budget,
-                 (int)(6144 + 2 * empty + KIND));
+                 (int)(6144 + 2 * empty + kind_cost()));
   assert_string_equal(error.text, text);
   uint64_t bytes;
   assert_int_equal(qkv_store_close(store, "default", "a", &bytes, NULL), QKV_OK);
@@ -399,7 +395,7 @@ static void test_the_budget_is_shared(void **state) {
 static void test_a_session_needs_headroom(void **state) {
   (void)state;
   char text[128];
-  uint64_t empty = cost_of_an_empty_session(false), budget = 2 * empty + KIND, bytes;
+  uint64_t empty = cost_of_an_empty_session(false), budget = 2 * empty + kind_cost(), bytes;
   qkv_store *store = make_store(budget, 2, 3);
   must_register(store, "tiny");
   open_and_leave(store, "a", "tiny");
