@@ -32,7 +32,7 @@ Not among them unless asked for:
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
   image     both images of deploy/Containerfile, built by buildah, one of them twice, and run by podman, read-only and unprivileged, with
-            both seccomp profiles and under load; then deploy/compose by Docker's engine, with Prometheus; installs these,
+            both seccomp profiles and under load; the end-to-end tests with its daemon; then deploy/compose by Docker's engine, with Prometheus; installs these,
             mmdebstrap, and with pip hadolint and spdx-tools; needs root, 15 to 40 minutes
   boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;
             installs mmdebstrap and systemd-container, needs root, 2 minutes
@@ -179,6 +179,8 @@ run_sglang() { run_engine sglang; }
 run_image() {
   qkv_install buildah podman runc mmdebstrap
   build release qkv-bench
+  build release qkv-worker
+  build release e2e_stubs
   say "images"
   tests/deploy/image.sh --twice
   qkv_install docker.io docker-compose prometheus

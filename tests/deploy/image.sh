@@ -2,7 +2,7 @@
 # Builds both images of deploy/Containerfile, and runs each with a read-only root, without capabilities and as a user without
 # rights: it is ready within a second, healthy also where calls need a token, keeps an object over a restart, uses io_uring
 # where the seccomp profile allows it and threads where not, stays within memory-budget and a tenth under load, drains on
-# SIGTERM, and is no larger than asked.
+# SIGTERM, and is no larger than asked. Then the end-to-end tests with the daemon of `scratch`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -12,7 +12,7 @@ Usage: tests/deploy/image.sh [--base IMAGE] [--bin DIR] [--twice] [--arm64] [--h
 
 As root; needs buildah, podman, runc, mmdebstrap, the package mirror, and pip for hadolint and spdx-tools.
 
-  --bin DIR      has qkv-bench, which makes the load; build/release/bin by default
+  --bin DIR      has qkv-bench, which makes the load, and qkv-worker; build/release/bin by default
   --twice        builds one of them again and compares the digests, some minutes more
   --arm64        the image `scratch` for linux/arm64 alone: cross-built, and run by qemu; needs arch-test and qemu-user-static, and
                  registers qemu with the kernel (binfmt_misc) for the time
@@ -48,7 +48,8 @@ name=
 end() {
   [[ -z $name ]] || podman rm -f "$name" >/dev/null 2>&1 || true
   emulation_end
-  rm -rf "$folder"
+  end_to_end_done
+  rm -rf --one-file-system "$folder"
 }
 trap end EXIT
 
@@ -213,6 +214,43 @@ check() { # image MEGABYTES
   name=
 }
 
+# The end-to-end tests with the daemon and qkvctl of the image: its root, read-only, its user and no right, each program in a
+# user namespace that only lets it change to that root. The tests kill these processes and read their files, so they are no
+# containers of podman. Without the tests that load a library into the daemon, compile, or need what is not in the image.
+check_end_to_end() { # image
+  local root=$folder/root programs=$folder/programs source mounted at program
+  echo "$1: end-to-end tests"
+  mkdir "$root" "$programs"
+  source=$(podman image mount "localhost/qkvd:$1")
+  cp -a "$source/." "$root/"
+  podman image umount "localhost/qkvd:$1" >/dev/null
+  mkdir -p "$root"/{tmp,proc,dev,sys}
+  mount --bind "$root" "$root"
+  for mounted in tmp proc dev sys; do mount --rbind --make-private "/$mounted" "$root/$mounted"; done
+  mount -o remount,bind,ro "$root"
+  for program in qkvd qkvctl; do
+    printf '#!/bin/sh\nexec unshare --user --map-current-user --root %s /usr/bin/%s "$@"\n' "$root" "$program" >"$programs/$program"
+    chmod 755 "$programs/$program"
+  done
+  at=$(readlink -f "$bin")
+  ln -s "$at/qkv-bench" "$at/qkv-worker" "$programs/"
+  chmod 755 "$folder"
+  setpriv --reuid 7580 --regid 7580 --clear-groups --no-new-privs env HOME=/tmp PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONPATH="$at/../tests/e2e/stubs" QKV_STUBS="$at/../tests/e2e/stubs" QKV_BIN_DIR="$programs" \
+    /usr/bin/python3 -m pytest -p no:cacheprovider -q tests/e2e \
+    --ignore tests/e2e/test_device.py --ignore tests/e2e/test_docs_examples.py --ignore tests/e2e/test_gpu.py \
+    --ignore tests/e2e/test_soak.py --ignore tests/e2e/test_cli.py || fail "the end-to-end tests fail with $1"
+  end_to_end_done
+}
+
+end_to_end_done() {
+  local root=$folder/root mounted
+  [[ -d $root ]] || return 0
+  for mounted in tmp proc dev sys; do umount -R -l "$root/$mounted" 2>/dev/null || true; done
+  umount "$root" 2>/dev/null || true
+  rm -rf --one-file-system "$root" "$folder/programs"
+}
+
 # The image for another architecture: no io_uring there, and no times.
 check_arm64() {
   local bytes
@@ -269,6 +307,7 @@ build scratch scratch
 build debian debian
 check scratch 80
 check debian 260
+check_end_to_end scratch
 if [[ -n $twice ]]; then
   build debian again --no-cache
   [[ $(podman image inspect -f '{{.Id}}' localhost/qkvd:again) == "$(podman image inspect -f '{{.Id}}' localhost/qkvd:debian)" ]] ||
