@@ -31,7 +31,7 @@ Not among them unless asked for:
             installs 5 GB with pip, some 10 minutes
   vllm, lmcache, sglang
             the engine with its cache in a daemon: client/python/tests/run.sh --help; each installs up to 7 GB with pip
-  image     both images of deploy/Containerfile, built by buildah, one of them twice, and run by podman, read-only and unprivileged, with
+  image     both images of deploy/Containerfile, built by buildah, one of them in two stores, and run by podman, read-only and unprivileged, with
             both seccomp profiles and under load; the end-to-end tests with its daemon; then deploy/compose by Docker's engine, with Prometheus; installs these,
             mmdebstrap, and with pip hadolint and spdx-tools; needs root, 15 to 40 minutes
   boot      deploy/systemd in a Debian that boots under systemd-nspawn: rows after kill -9 and a restart, reload, TLS;

@@ -13,7 +13,7 @@ Usage: tests/deploy/image.sh [--base IMAGE] [--bin DIR] [--twice] [--arm64] [--h
 As root; needs buildah, podman, runc, mmdebstrap, the package mirror, and pip for hadolint and spdx-tools.
 
   --bin DIR      has qkv-bench, which makes the load, and qkv-worker; build/release/bin by default
-  --twice        builds one of them again and compares the digests, some minutes more
+  --twice        builds `scratch` again in another store and compares the digests, some minutes more
   --arm64        the image `scratch` for linux/arm64 alone: cross-built, and run by qemu; needs arch-test and qemu-user-static, and
                  registers qemu with the kernel (binfmt_misc) for the time
   --base IMAGE   what the images are made from; made by mmdebstrap as localhost/qkvd-base where it does not exist
@@ -65,21 +65,10 @@ make_base() { # image architecture
 }
 make_base "$base" "$(dpkg --print-architecture)"
 
-# One state of the sources for all builds: the second image takes the first one's build from the cache.
-revision=$(git rev-parse HEAD)
-made_at=$(git log -1 --format=%ct "$revision")
-readonly revision made_at
-mkdir "$folder/context"
-git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C "$folder/context"
-
 build() { # target tag [option...]
   local target=$1 tag=$2
   shift 2
-  SOURCE_DATE_EPOCH=$made_at buildah bud --quiet --layers --format docker --target "$target" \
-    --timestamp "$made_at" --build-arg BASE="$base" --build-arg REVISION="$revision" --build-arg SOURCE_DATE_EPOCH="$made_at" "$@" \
-    --ignorefile "$folder/context/deploy/Containerfile.dockerignore" -f "$folder/context/deploy/Containerfile" \
-    -t "localhost/qkvd:$tag" "$folder/context" \
-    >"$folder/build.log" 2>&1 || {
+  deploy/image.sh "$target" "localhost/qkvd:$tag" --quiet --build-arg BASE="$base" "$@" >"$folder/build.log" 2>&1 || {
     tail -n 40 "$folder/build.log" >&2
     fail "the image $tag was not built, see above"
   }
@@ -216,7 +205,7 @@ check() { # image MEGABYTES
 
 # The end-to-end tests with the daemon and qkvctl of the image: its root, read-only, its user and no right, each program in a
 # user namespace that only lets it change to that root. The tests kill these processes and read their files, so they are no
-# containers of podman. Without the tests that load a library into the daemon, compile, or need what is not in the image.
+# containers of podman. Without the tests that load a library into the daemon, compile, or need systemd's library, which is not in the image.
 check_end_to_end() { # image
   local root=$folder/root programs=$folder/programs source mounted at program
   echo "$1: end-to-end tests"
@@ -239,7 +228,8 @@ check_end_to_end() { # image
     PYTHONPATH="$at/../tests/e2e/stubs" QKV_STUBS="$at/../tests/e2e/stubs" QKV_BIN_DIR="$programs" \
     /usr/bin/python3 -m pytest -p no:cacheprovider -q tests/e2e \
     --ignore tests/e2e/test_device.py --ignore tests/e2e/test_docs_examples.py --ignore tests/e2e/test_gpu.py \
-    --ignore tests/e2e/test_soak.py --ignore tests/e2e/test_cli.py || fail "the end-to-end tests fail with $1"
+    --ignore tests/e2e/test_soak.py --ignore tests/e2e/test_cli.py --ignore tests/e2e/test_service.py \
+    --deselect tests/e2e/test_objects.py::test_the_journal_fails || fail "the end-to-end tests fail with $1"
   end_to_end_done
 }
 
@@ -249,6 +239,21 @@ end_to_end_done() {
   for mounted in tmp proc dev sys; do umount -R -l "$root/$mounted" 2>/dev/null || true; done
   umount "$root" 2>/dev/null || true
   rm -rf --one-file-system "$root" "$folder/programs"
+}
+
+# The image `scratch`, built in a store that has nothing but the base.
+check_digest() {
+  local here there
+  printf '[storage]\ndriver = "overlay"\ngraphroot = "%s"\nrunroot = "%s"\n' "$folder/store" "$folder/store-run" >"$folder/storage.conf"
+  buildah push -q "$base" "dir:$folder/base"
+  here=$(podman image inspect -f '{{.Id}}' localhost/qkvd:scratch)
+  export CONTAINERS_STORAGE_CONF=$folder/storage.conf
+  buildah tag "$(buildah pull -q "dir:$folder/base")" "$base"
+  build scratch scratch
+  there=$(podman image inspect -f '{{.Id}}' localhost/qkvd:scratch)
+  unset CONTAINERS_STORAGE_CONF
+  [[ $here == "$there" ]] || fail "scratch has the digest $here, and $there where it is built in another store"
+  echo "scratch: built in two stores, one digest"
 }
 
 # The image for another architecture: no io_uring there, and no times.
@@ -308,10 +313,5 @@ build debian debian
 check scratch 80
 check debian 260
 check_end_to_end scratch
-if [[ -n $twice ]]; then
-  build debian again --no-cache
-  [[ $(podman image inspect -f '{{.Id}}' localhost/qkvd:again) == "$(podman image inspect -f '{{.Id}}' localhost/qkvd:debian)" ]] ||
-    fail "two builds are not the same"
-  echo "debian: two builds, one digest"
-fi
+if [[ -n $twice ]]; then check_digest; fi
 echo "image: passed"
