@@ -205,7 +205,8 @@ check() { # image MEGABYTES
 
 # The end-to-end tests with the daemon and qkvctl of the image: its root, read-only, its user and no right, each program in a
 # user namespace that only lets it change to that root. The tests kill these processes and read their files, so they are no
-# containers of podman. Without the tests that load a library into the daemon, compile, or need systemd's library, which is not in the image.
+# containers of podman. Without the tests that load a library into the daemon, compile, or need the library of systemd, which is not
+# in the image.
 check_end_to_end() { # image
   local root=$folder/root programs=$folder/programs source mounted at program
   echo "$1: end-to-end tests"
