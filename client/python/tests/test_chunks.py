@@ -91,6 +91,16 @@ def test_opaque_keeps_rows_as_bytes(daemon):
     assert [info.object for info in chunks.client.objects()] == ["latent"]
 
 
+def test_rows_and_bytes_are_not_found_for_each_other(daemon):
+    """What a lookup finds, a load gets."""
+    rows, opaque = chunks_of(daemon), chunks_of(daemon, opaque=True)
+    was = filled((3, 64, HEADS * 2 * DIM), torch.float32)
+    for mine, others in ((rows, opaque), (opaque, rows)):
+        name = mine.name("both", mine.opaque)
+        assert mine.put(name, was, "m") and mine.has([name]) == [True]
+        assert others.has([others.name("both", mine.opaque)]) == [False]
+
+
 def test_what_does_not_fit_is_a_miss(daemon):
     chunks = chunks_of(daemon)
     assert chunks.put("fits", filled((100,), torch.uint8), "m")

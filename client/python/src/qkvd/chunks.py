@@ -98,8 +98,9 @@ class Chunks:
         self.client.close()
 
     def name(self, *parts: Any) -> str:
-        """A session's name for a chunk, of what tells it from others and of how it is coded."""
-        what = repr((self.options.model_name, *self.options.coding(), self.heads, parts))
+        """A session's name for a chunk, of what tells it from others and of how it is kept."""
+        form = ("opaque",) if self.opaque else self.options.coding()
+        what = repr((self.options.model_name, *form, self.heads, parts))
         return "chunk/" + hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
     def has(self, names: Sequence[str]) -> list[bool]:
