@@ -310,6 +310,7 @@ qkv_code qkvi_read_stream(qkv_client *client, const char *method, grpc_byte_buff
   }
   if (go_on) qkvi_call_run(&call, &(qkvi_step){.outcome = &outcome});
   qkvi_call_close(&call);
+  if (reason.status == QKV_DATA_LOSS) return qkvi_fail_with(error, &reason);
   if (reason.status != QKV_OK) return qkvi_malformed(error, method, &reason);
   if (!go_on) return qkvi_fail(error, QKV_CANCELLED, "cancelled by the caller");
   if (error != NULL) *error = outcome;

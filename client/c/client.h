@@ -166,7 +166,7 @@ void qkvi_unary_start(qkv_client *client, const char *method, grpc_byte_buffer *
 qkv_code qkvi_unary_finish(qkvi_exchange *exchange, grpc_byte_buffer **response, qkv_call_error *error);
 
 // Given each response of a stream; false ends the call: the caller wants no more, or `reason` says what is wrong with
-// the response.
+// the response. DATA_LOSS is the call's status; any other is INTERNAL.
 typedef bool (*qkvi_response_fn)(qkv_client *client, const grpc_byte_buffer *response, void *context,
                                  qkv_error *reason);
 // A call with one request and a stream of responses. Takes `request`. CANCELLED where `fn` ended it for no reason.

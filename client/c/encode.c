@@ -96,6 +96,11 @@ static void wait_for_all(encoding *all) {
 
 // ---- Sending ----
 
+// Ids of the item from token `first` on.
+static const uint32_t *ids_from(const encoding *all, uint64_t first) {
+  return all->item->token_ids == NULL ? NULL : all->item->token_ids + first;
+}
+
 static qkv_code send_message(encoding *all, const message_slots *message, uint64_t *appended, qkv_call_error *error) {
   uint64_t tokens = 0;
   for (size_t i = 0; i < message->count; i++) {
@@ -110,6 +115,7 @@ static qkv_code send_message(encoding *all, const message_slots *message, uint64
   const qkv_client_item item = {.session = all->item->session,
                                 .layer = all->item->layer,
                                 .position = all->sent[0].position,
+                                .token_ids = ids_from(all, message->pages[0].first),
                                 .pages = all->sent,
                                 .page_count = message->count};
   const qkv_code code = qkv_client_append(all->client, &item, 1, &tokens, error);
@@ -147,6 +153,7 @@ static qkv_code send_rows(const encoding *all, uint64_t *appended, qkv_call_erro
   if (all->tokens == (uint64_t)all->rows[QKV_K].dims[0]) return QKV_OK;
   qkv_client_item item = *all->item;
   item.position += all->tokens;
+  item.token_ids = ids_from(all, all->tokens);
   item.k = rest_of(&all->item->k, &all->rows[QKV_K], all->tokens);
   item.v = rest_of(&all->item->v, &all->rows[QKV_V], all->tokens);
   const qkv_code code = qkv_client_append(all->client, &item, 1, &tokens, error);

@@ -12,6 +12,7 @@
 
 #include "client/c/qkv.h"
 #include "qkv/v1/kv_cache.pb-c.h"
+#include "qkv/v1/objects.pb-c.h"
 #include "server/rpc/rpc.h"
 #include "tests/server/fixture.h"
 
@@ -74,6 +75,7 @@ static const qkv_rpc_method methods[] = {
     {.path = "/qkv.v1.KvCache/GetSession", .message = answer_unary},
     {.path = "/qkv.v1.KvCache/Append", .message = answer_unary},
     {.path = "/qkv.v1.KvCache/Fetch", .message = answer_stream, .sent = on_fetch_sent, .cancelled = on_cancelled},
+    {.path = "/qkv.v1.Objects/GetObjects", .message = answer_stream, .sent = on_fetch_sent},
     {.path = "/qkv.v1.KvCache/Decode",
      .message = answer_stream,
      .sent = qkv_rpc_next,
@@ -367,6 +369,36 @@ static void test_fetch(void **state) {
   assert_int_equal(calls, 2);
 }
 
+// ---- objects ----
+
+// Bytes that do not have their checksum, and more bytes than were announced.
+static void test_objects(void **state) {
+  (void)state;
+  char held[8] = "";
+  qkv_client_object object = {.name = "o", .data = held, .capacity = sizeof held};
+  const qkv_client_objects objects = {&object, 1};
+  qkv_call_error error = {0};
+  Qkv__V1__GetObjectsResponse response = QKV__V1__GET_OBJECTS_RESPONSE__INIT;
+  Qkv__V1__GetPiece piece = QKV__V1__GET_PIECE__INIT, *pieces[] = {&piece};
+  Qkv__V1__ObjectInfo info = QKV__V1__OBJECT_INFO__INIT;
+  info.object = (char *)"o";
+  info.bytes = 4;
+  info.checksum = 1;
+  piece.info = &info;
+  piece.data = (ProtobufCBinaryData){.len = 4, .data = (uint8_t *)"four"};
+  response.pieces = pieces;
+  response.n_pieces = 1;
+  script.length = qkv__v1__get_objects_response__pack(&response, script.bytes);
+  script.kind = ANSWER_BYTES;
+  assert_int_equal(qkv_client_get_objects(client, &objects, &error), QKV_DATA_LOSS);
+  assert_string_equal(error.text, "object o does not have its checksum");
+  info.bytes = 3;
+  script.length = qkv__v1__get_objects_response__pack(&response, script.bytes);
+  assert_int_equal(qkv_client_get_objects(client, &objects, &error), QKV_INTERNAL);
+  assert_string_equal(error.text,
+                      "the answer to /qkv.v1.Objects/GetObjects is malformed: object o has more than its 3 bytes");
+}
+
 // ---- decode ----
 
 static void test_decode(void **state) {
@@ -497,6 +529,7 @@ int main(void) {
       cmocka_unit_test(test_malformed_other_answers),
       cmocka_unit_test(test_status),
       cmocka_unit_test(test_fetch),
+      cmocka_unit_test(test_objects),
       cmocka_unit_test(test_decode),
       cmocka_unit_test(test_decode_ended_by_the_server),
       cmocka_unit_test(test_no_answer),

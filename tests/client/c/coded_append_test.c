@@ -157,6 +157,26 @@ static void test_encoded_with_a_calibration(void **state) {
   qkv_calibration_unref(&calibration);
 }
 
+// The ids of an item go along with its pages and with the rows behind them.
+static void test_encoded_with_token_ids(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  uint32_t ids[TOKENS];
+  for (size_t i = 0; i < TOKENS; i++) ids[i] = (uint32_t)(7 * i + 1);
+  open_session(client, "ids", 1, 1);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    qkv_client_item item = scene_item("ids", layer, 0, TOKENS);
+    item.token_ids = ids;
+    scene_ok(qkv_client_append_encoded(client, &item, 1, NULL, &error), &error);
+  }
+  const qkv_client_prompt prompt = {.model = "m", .token_ids = ids, .token_count = TOKENS};
+  qkv_client_match match;
+  scene_ok(qkv_client_match_prefix(client, &prompt, &match, &error), &error);
+  assert_string_equal(match.session, "ids");
+  assert_int_equal(match.tokens, TOKENS / 64 * 64);
+  close_session(client, "ids");
+}
+
 // ---- From another daemon ----
 
 static void keep_calibration(qkv_client *in, const qkv_calibration *calibration) {
@@ -432,6 +452,7 @@ int main(void) {
       cmocka_unit_test(test_encoded_here),
       cmocka_unit_test(test_from_another_daemon),
       cmocka_unit_test(test_encoded_with_a_calibration),
+      cmocka_unit_test(test_encoded_with_token_ids),
       cmocka_unit_test(test_places),
       cmocka_unit_test(test_hostile_pages),
       cmocka_unit_test(test_items_with_pages),
