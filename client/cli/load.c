@@ -176,6 +176,8 @@ static qkv_code open_session(const load_job *job, const qkvctl_values *values, q
       .keep_full = values->keep_full ? 1 : 0,
       .durability = job->durability,
   };
+  options.salt = values->salt;
+  options.salt_bytes = values->salt == NULL ? 0 : strlen(values->salt);
   // What libqkv takes for "none" and for "the daemon's" are the other way round.
   if (values->tier_bits >= 0) options.tier_bits = values->tier_bits == 0 ? -1 : values->tier_bits;
   return qkv_client_open_session(job->client, &options, error);
@@ -231,12 +233,35 @@ static int check_values(load_job *job, const qkvctl_values *values) {
   return QKV_EXIT_OK;
 }
 
+// An option that was given although a session that comes as pages has what it is about; NULL: none.
+static const char *not_of_coded(const qkvctl_values *values) {
+  const struct {
+    const char *name;
+    bool given;
+  } options[] = {{"model", values->model != NULL},
+                 {"purpose", strcmp(values->purpose, "attend") != 0},
+                 {"bits-k", values->bits_k != 0},
+                 {"bits-v", values->bits_v != 0},
+                 {"tier-bits", values->tier_bits >= 0},
+                 {"keep-full", values->keep_full},
+                 {"evict", values->evict}};
+  for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+    if (options[i].given) return options[i].name;
+  }
+  return NULL;
+}
+
 int qkvctl_load(void *values_in, const qkv_option_list *arguments) {
   const qkvctl_values *values = values_in;
   const char *path = arguments->items[0];
   load_job job = {0};
   qkv_error error = {0};
-  if (qkvctl_session_file_is(path)) return qkvctl_load_coded(values, path);
+  if (qkvctl_session_file_is(path)) {
+    const char *option = not_of_coded(values);
+    if (option == NULL) return qkvctl_load_coded(values, path);
+    return qkv_program_misused("--%s is of a file of rows; %s is one of fetch --coded, whose session has its own",
+                               option, path);
+  }
   if (qkv_safetensors_open(path, &job.file, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
   int status = QKV_EXIT_OK;
   if (read_metadata(&job, &error) != QKV_OK || read_layers(&job, &error) != QKV_OK) {

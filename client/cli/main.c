@@ -44,7 +44,7 @@ static const qkv_option load_options[] = {
      "memory, async or sync; the daemon's when not given"},
     {"evict", QKV_OPTION_FLAG, OFFSET(evict), NULL, 0, 0, NULL, "it may be closed where memory, sessions or the SSD are full"},
     {"salt", QKV_OPTION_STRING, OFFSET(salt), NULL, 0, 0, "TEXT",
-     "of a file of fetch --coded, the salt that the session was opened with: token ids are loaded where it is given; none when not given"},
+     "the session's salt; token ids of a file of fetch --coded are loaded where it is the one that it was opened with; none when not given"},
     QKV_PROGRAM_OPTIONS(qkvctl_values)};
 
 static const qkv_option copy_options[] = {

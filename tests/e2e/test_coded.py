@@ -140,6 +140,11 @@ def test_files(daemon, cache, other, tmp_path):
     moved = Moved(cache, other)
     json_lines("qkvctl", "load", path, "--target", other.target)
     assert_same(cache, moved)
+    # What the session has by itself cannot be given.
+    for option in (("--bits-k", "2"), ("--purpose", "fetch"), ("--keep-full",), ("--evict",), ("--tier-bits", "0"),
+                   ("--model", "m")):
+        result = run("qkvctl", "load", path, *option, "--session", "again", "--target", other.target)
+        assert result.returncode == 2 and f"{option[0]} is of a file of rows" in result.stderr
     # A load that was cut short goes on.
     moved.stub.Truncate(kv.TruncateRequest(session=cache.name, position=128), timeout=TIMEOUT)
     report = json_lines("qkvctl", "load", path, "--target", other.target)[0]
