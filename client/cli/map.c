@@ -45,6 +45,7 @@ static void put_mark(const drawing *on, size_t level) {
 }
 
 static size_t level_of(double bits) {
+  if (!(bits > 0)) return 0;
   return bits > LEVELS - 0.5 ? LEVELS : (size_t)lround(bits);
 }
 

@@ -17,7 +17,16 @@ static int get(qkv_client *client, const char *tenant, Qkv__V1__GetQuotaResponse
   if (qkv_client_call_message(client, "/qkv.v1.Admin/GetQuota", &request.base,
                               &qkv__v1__get_quota_response__descriptor, &got, &error) != 0)
     return qkv_program_failed("%s", error.text);
-  *answer = (Qkv__V1__GetQuotaResponse *)got;
+  Qkv__V1__GetQuotaResponse *response = (Qkv__V1__GetQuotaResponse *)got;
+  size_t whole = 0;
+  while (whole < response->n_tenants && response->tenants[whole]->quota != NULL &&
+         response->tenants[whole]->usage != NULL)
+    whole++;
+  if (whole < response->n_tenants) {
+    protobuf_c_message_free_unpacked(got, NULL);
+    return qkv_program_failed("the daemon's answer has a tenant without a quota or a usage");
+  }
+  *answer = response;
   return QKV_EXIT_OK;
 }
 

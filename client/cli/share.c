@@ -16,9 +16,14 @@ static qkv_code share_model(qkv_client *client, const char *name, qkv_call_error
                                           &qkv__v1__get_model_response__descriptor, &found, error);
   if (code != 0) return code;
   request.model = ((Qkv__V1__GetModelResponse *)found)->model;
-  request.model->shared = true;
-  code = qkv_client_call_message(client, "/qkv.v1.KvCache/RegisterModel", &request.base,
-                                 &qkv__v1__register_model_response__descriptor, &answer, error);
+  if (request.model != NULL) {
+    request.model->shared = true;
+    code = qkv_client_call_message(client, "/qkv.v1.KvCache/RegisterModel", &request.base,
+                                   &qkv__v1__register_model_response__descriptor, &answer, error);
+  } else {
+    code = error->code = QKV_INTERNAL;
+    (void)snprintf(error->text, sizeof error->text, "the daemon does not describe model %s", name);
+  }
   if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
   protobuf_c_message_free_unpacked(found, NULL);
   return code;

@@ -199,14 +199,18 @@ static qkv_code bring(qkvctl_target *target, uint32_t version, uint64_t hash, qk
     request.name = model.name;
     code = qkv_client_call_message(target->config.client, "/qkv.v1.KvCache/GetModel", &request.base,
                                    &qkv__v1__get_model_response__descriptor, &answer, error);
-    if (code == 0) {
-      model = *((const Qkv__V1__GetModelResponse *)answer)->model;
+    const Qkv__V1__Model *there = code == 0 ? ((const Qkv__V1__GetModelResponse *)answer)->model : NULL;
+    if (there != NULL) {
+      model = *there;
       model.calibration.data = bytes;
       model.calibration.len = count;
       model.calibration_kept = true;
       code = register_model(target, &model, error);
-      protobuf_c_message_free_unpacked(answer, NULL);
+    } else if (code == 0) {
+      code = QKV_INTERNAL;
+      fail(error, code, "the target does not describe model %s", target->config.model->name);
     }
+    if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
   }
   free(bytes);
   if (code == 0) target->brought[target->brought_count++ % 64] = hash;
@@ -313,6 +317,12 @@ static void leave_out(qkv_client_tensor *rows, uint64_t tokens) {
 qkv_code qkvctl_target_rows(qkvctl_target *target, const qkv_client_rows *given, qkv_call_error *error) {
   qkv_client_rows left = *given, *rows = &left;
   qkv_code code = qkvctl_target_flush(target, error);
+  if (code == 0 && (rows->k.rank != 3 || rows->v.rank != 3 || rows->k.dims[0] != rows->v.dims[0])) {
+    code = QKV_INTERNAL;
+    fail(error, code, "layer %" PRIu32 ": keys and values of position %" PRIu64 " do not belong together",
+         rows->layer, rows->position);
+  }
+  if (code != 0) return code;
   const uint64_t length = rows->layer < target->layers ? target->lengths[rows->layer] : 0;
   if (rows->position < length && length - rows->position < (uint64_t)rows->k.dims[0]) {
     leave_out(&rows->k, length - rows->position);

@@ -149,6 +149,8 @@ static int run_command(const qkv_command_set *set, const qkv_command *command, i
   } else {
     status = check_arguments(set, command, &words);
     if (status == QKV_EXIT_OK) status = command->run(set->values, &words);
+    if (status == QKV_EXIT_OK && (fflush(stdout) != 0 || ferror(stdout) != 0))
+      status = qkv_program_failed("standard output cannot be written to");
   }
   qkv_options_destroy(&options);
   return status;

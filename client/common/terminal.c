@@ -8,8 +8,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "client/common/program.h"
+
 static bool print_line(json_t *object, size_t flags) {
-  assert(object != NULL);
+  if (object == NULL) {
+    (void)qkv_program_failed(
+        "what is to be printed has no form in JSON: a text that is no UTF-8, or no finite number");
+    return false;
+  }
   int status = json_dumpf(object, stdout, JSON_COMPACT | JSON_ENSURE_ASCII | flags);
   json_decref(object);
   return status == 0 && fputc('\n', stdout) != EOF && fflush(stdout) == 0;

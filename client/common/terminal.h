@@ -13,7 +13,8 @@
 #include <stdio.h>
 
 // Prints `object` as one line on standard output, at once, and takes the reference. False when standard output
-// does not take it (a full disk, a closed pipe).
+// does not take it (a full disk, a closed pipe), and, with a word about it, where `object` is NULL: something in it
+// has no form in JSON.
 bool qkv_json_line(json_t *object);
 // The same for measured figures: reals have 7 digits, as more of them would only be noise.
 bool qkv_json_figures(json_t *object);

@@ -1,0 +1,121 @@
+"""qkvctl and a server that is no qkvd, or one of another version: what it answers is refused with a word, never a crash."""
+
+import subprocess
+from concurrent import futures
+
+import grpc
+import pytest
+
+from daemon import PATIENCE, binary, clean_environment
+from kv import FP16
+from qkv.v1 import admin_pb2, model_pb2, tensor_pb2
+from qkv.v1 import kv_cache_pb2 as kv
+from test_cli import run
+
+
+class Answers(grpc.GenericRpcHandler):
+    """Answers each method with the messages that it was given for it, one a call and the last one for good; a status code
+    is an error, a list a stream."""
+
+    def __init__(self):
+        self.answers = {}
+        self.server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[self])
+        self.target = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self):
+        self.server.start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.stop(None)
+
+    def will(self, method, *answers):
+        self.answers[method] = list(answers)
+
+    def service(self, details):
+        name = details.method.rsplit("/", 1)[1]
+        left = self.answers.get(name)
+        if left is None:
+            return None
+        answer = left.pop(0) if len(left) > 1 else left[0]
+
+        def unary(_request, context):
+            if isinstance(answer, grpc.StatusCode):
+                context.abort(answer, "so it was told")
+            return answer.SerializeToString()
+
+        def stream(_request, _context):
+            yield from (message.SerializeToString() for message in answer)
+
+        if isinstance(answer, list):
+            return grpc.unary_stream_rpc_method_handler(stream)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+
+@pytest.fixture
+def odd():
+    with Answers() as running:
+        yield running
+
+
+def fails(odd, *arguments, text):
+    result = run("qkvctl", *arguments, "--target", odd.target)
+    assert result.returncode == 1 and text in result.stderr, (result.returncode, result.stderr)
+    assert result.stdout == ""
+
+
+def test_parts_that_are_not_there(odd):
+    odd.will("GetModel", model_pb2.GetModelResponse())
+    fails(odd, "share", "m", text="does not describe model m")
+    odd.will("GetQuota", admin_pb2.GetQuotaResponse(tenants=[admin_pb2.TenantQuota()]))
+    fails(odd, "quota", text="a tenant without a quota")
+    fails(odd, "quota", "--json", text="a tenant without a quota")
+    fails(odd, "quota", "set", "t", "sessions=3", text="a tenant without a quota")
+
+
+def test_numbers_that_are_none(odd):
+    odd.will("GetSession", kv.SessionInfo(session="s", bits_per_coordinate=float("nan")))
+    fails(odd, "session", "s", "--json", text="has no form in JSON")
+    head = kv.GetAttentionStatsResponse(tokens=128, tokens_per_bucket=64, ema=[0, 0], bits=[float("nan"), -1e9])
+    odd.will("GetAttentionStats", [head])
+    result = run("qkvctl", "session", "s", "--map", "--target", odd.target)
+    assert result.returncode == 0 and "layer 0" in result.stdout, result.stderr
+
+
+def test_keys_without_values(odd, daemon):
+    model = model_pb2.Model(name="odd", layers=1, kv_heads=1, q_heads=1, key_dim=16, value_dim=16, dtype=FP16)
+    daemon.stub().RegisterModel(model_pb2.RegisterModelRequest(model=model), timeout=PATIENCE)
+    info = daemon.stub().OpenSession(kv.OpenSessionRequest(session="like", model="odd"), timeout=PATIENCE).info
+    info.session = "s"
+    del info.lengths[:]
+    info.lengths.append(10)
+    odd.will("GetSession", info)
+    odd.will("GetModel", model_pb2.GetModelResponse(model=model))
+    k = tensor_pb2.Tensor(dtype=FP16, dims=[10, 1, 16], data=bytes(320))
+    odd.will("Fetch", [kv.FetchResponse(layer=0, position=0, k=k)])
+    fails(odd, "copy", "s", "--to", daemon.target, text="do not belong together")
+
+
+def test_drain_knows_the_end(odd):
+    drains, serves = admin_pb2.GetStatusResponse(state="draining"), admin_pb2.GetStatusResponse(state="serving")
+    odd.will("Drain", admin_pb2.DrainResponse())
+    odd.will("GetStatus", serves, drains, grpc.StatusCode.PERMISSION_DENIED)
+    fails(odd, "drain", "--wait", text="whether it has ended is not known: so it was told")
+    # Another one is there in its place; that it is busy says nothing.
+    odd.will("GetStatus", drains, grpc.StatusCode.RESOURCE_EXHAUSTED, serves)
+    result = run("qkvctl", "drain", "--wait", "--target", odd.target)
+    assert (result.returncode, result.stdout) == (0, "the daemon has ended\n"), result.stderr
+    assert len(odd.answers["GetStatus"]) == 1
+
+
+def test_names_that_are_no_text(daemon):
+    result = run("qkvctl", "has", "\udcff", "--json", "--target", daemon.target)
+    assert result.returncode == 1 and result.stdout == "" and result.stderr
+
+
+def test_an_output_that_is_full(daemon):
+    for more in ((), ("--json",)):
+        with open("/dev/full", "wb") as full:
+            result = subprocess.run([binary("qkvctl"), "status", "--target", daemon.target, *more], stdout=full,
+                                    stderr=subprocess.PIPE, env=clean_environment(), timeout=PATIENCE, check=False)
+        assert result.returncode == 1
