@@ -5,12 +5,16 @@
 #include <math.h>
 #include <string.h>
 
+#include "engine/codec/calibration.h"
+#include "engine/codec/codec.h"
 #include "engine/codec/row.h"
 
 enum { WIDE = QKV_OUTLIER_WIDE, SLOT = QKV_OUTLIER_SLOT, NARROW_MOST = 127, WIDE_MOST = 32767, PAGE_ALIGN = 64 };
 
-// Largest number that a row may decode to: what encoders write is below.
-#define SCALE_MAX 1e30f
+// Largest numbers of rows, twice as large as what encoders write and more, so that scores and sums of other rows stay
+// finite with whatever is read: keys are as attended, values less an anchor and in steps (calibration.h).
+#define KEY_MAX (2.0 * QKV_ROW_MAX)
+#define VALUE_MAX (4 * QKV_CALIBRATION_COORDINATE_MAX)
 
 static size_t align_to(size_t bytes, size_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
@@ -255,13 +259,15 @@ static qkv_status validate_head(const uint8_t *section, const uint8_t *slots, si
   return QKV_OK;
 }
 
-static qkv_status validate_scales(const uint8_t *scales, size_t count, qkv_error *error) {
+// Of rows [count], of which the first ones are keys.
+static qkv_status validate_scales(const uint8_t *scales, const uint8_t *slots, size_t keys, size_t count,
+                                  qkv_error *error) {
   for (size_t i = 0; i < count; i++) {
+    const double most = (i < keys ? KEY_MAX : VALUE_MAX) / ((slots[i] & WIDE) != 0 ? WIDE_MOST : NARROW_MOST);
     float scale;
     memcpy(&scale, scales + i * sizeof scale, sizeof scale);
-    if (!(scale >= 0 && scale <= SCALE_MAX)) {
-      REFUSE("page.outliers.scales[%zu] is %g, allowed are 0 to %g", i, (double)scale, (double)SCALE_MAX);
-    }
+    if (!(scale >= 0 && (double)scale <= most))
+      REFUSE("page.outliers.scales[%zu] is %g, allowed are 0 to %g", i, (double)scale, most);
   }
   return QKV_OK;
 }
@@ -282,5 +288,5 @@ qkv_status qkv_outliers_validate(const uint8_t *section, size_t bytes, uint16_t 
     const unsigned total = part == QKV_K ? keys.rows : values.rows;
     for (size_t h = 0; h < kv_heads; h++) QKV_TRY(validate_head(section, slots, first + h, total, tokens, error));
   }
-  return validate_scales(section + at.scales, (size_t)keys.rows + values.rows, error);
+  return validate_scales(section + at.scales, section + at.slots, keys.rows, (size_t)keys.rows + values.rows, error);
 }

@@ -18,7 +18,8 @@
 //    .  u8  slots[n]                     K's rows by head and slot, then V's; n: all rows. Bits 0..5 the slot, bit 6
 //                                        0, bit 7 set: wide
 //    .  0 up to a multiple of 4
-//    .  f32 scales[n]                    finite, >= 0
+//    .  f32 scales[n]                    >= 0; the largest number of the row's width times it is at most 65536 (K),
+//                                        4e15 (V)
 //    .  0 up to a multiple of 8
 //    .  K's rows [key_dim], then V's [value_dim]: i8, of wide rows i16
 //    .  0 up to a multiple of 64, the end of the page

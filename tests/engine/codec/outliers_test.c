@@ -40,7 +40,7 @@ static void make_row(naive_random *random, size_t dim, bool stepped, const float
                      float *floats) {
   const int most = row->wide ? 32767 : 127;
   // A scale of few bits, so that numbers come back as they are.
-  row->scale = ldexpf(1, (int)naive_below(random, 20) - 10);
+  row->scale = ldexpf(1, (int)naive_below(random, 20) - (row->wide ? 18 : 10));
   for (size_t c = 0; c < dim; c++) row->numbers[c] = (int)naive_below(random, (unsigned)(2 * most + 1)) - most;
   row->numbers[naive_below(random, (unsigned)dim)] = naive_below(random, 2) == 0 ? most : -most;
   for (size_t c = 0; c < dim; c++) floats[c] = (float)row->numbers[c] * row->scale * (stepped ? steps[c] : 1);
@@ -300,10 +300,17 @@ static const struct refusal {
     {24, 1, 0x8a, "page.outliers.slots[1] is 9 after 10, the page has 64 tokens"},
     {25, 1, 0x40, "page.outliers.slots[1] is 64 after 3, the page has 64 tokens"},
     {26, 1, 0x7f, "page.outliers.slots[2] is 127 after -1, the page has 64 tokens"},
-    {32, 4, 0x7fc00000, "page.outliers.scales[0] is nan, allowed are 0 to 1e+30"},
-    {36, 4, 0xbf800000, "page.outliers.scales[1] is -1, allowed are 0 to 1e+30"},
-    {48, 4, 0x7f800000, "page.outliers.scales[4] is inf, allowed are 0 to 1e+30"},
-    {48, 4, 0x7149f2cb, "page.outliers.scales[4] is 1e+30, allowed are 0 to 1e+30"},
+    // Of rows of 8 and of 16 bits, keys, then values: numbers of 65536 and 4e15.
+    {32, 4, 0x7fc00000, "page.outliers.scales[0] is nan, allowed are 0 to 2.00006"},
+    {32, 4, 0x40000100, NULL},
+    {32, 4, 0x40001000, "page.outliers.scales[0] is 2.00098, allowed are 0 to 2.00006"},
+    {36, 4, 0xbf800000, "page.outliers.scales[1] is -1, allowed are 0 to 516.031"},
+    {36, 4, 0x44010201, NULL},
+    {36, 4, 0x44010300, "page.outliers.scales[1] is 516.047, allowed are 0 to 516.031"},
+    {44, 4, 0x55e50000, NULL},
+    {44, 4, 0x55e60000, "page.outliers.scales[3] is 3.1611e+13, allowed are 0 to 3.14961e+13"},
+    {48, 4, 0x7f800000, "page.outliers.scales[4] is inf, allowed are 0 to 1.22074e+11"},
+    {48, 4, 0x51e40000, "page.outliers.scales[4] is 1.22407e+11, allowed are 0 to 1.22074e+11"},
     {48, 4, 0, NULL},
     {56, 2, 0x8000, NULL},
     {8, 2, 40, "page.outliers has 192 bytes, its rows make 640"},
