@@ -46,7 +46,10 @@ static qkv_status check_bits(const qkv_codec *codec, const char *field, double b
 static qkv_status check_parameters(const qkv_codec *codec, const uint32_t *values, qkv_error *error) {
   for (size_t i = 0; i < codec->parameter_count; i++) {
     if (values[i] == 0 || codec->parameters[i].valid(values[i])) continue;
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s.%s is %" PRIu32 ", allowed are %s", codec->name,
+    char field[64];  // as the contract spells it
+    (void)snprintf(field, sizeof field, "%s", codec->name);
+    for (char *c = strchr(field, '-'); c != NULL; c = strchr(c, '-')) *c = '_';
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s.%s is %" PRIu32 ", allowed are %s", field,
                     codec->parameters[i].name, values[i], codec->parameters[i].text);
   }
   return QKV_OK;

@@ -5,9 +5,11 @@
 #include <string.h>
 
 #include "engine/codec/commvq.h"
+#include "engine/codec/delta.h"
 #include "engine/codec/embedded.h"
 #include "engine/codec/int8.h"
 #include "engine/codec/kivi.h"
+#include "engine/codec/low_rank_stage.h"
 #include "engine/codec/outlier_channels.h"
 #include "engine/codec/polarquant.h"
 #include "engine/codec/pq.h"
@@ -59,6 +61,10 @@ static const qkv_codec *const codecs[] = {
     &qkvi_codec_commvq,
     &qkvi_codec_turboquant_outliers,
     &qkvi_codec_turboquant_ip_outliers,
+    &qkvi_codec_turboquant_low_rank,
+    &qkvi_codec_kivi_low_rank,
+    &qkvi_codec_turboquant_delta,
+    &qkvi_codec_int8_delta,
 };
 enum { CODECS = sizeof codecs / sizeof *codecs };
 _Static_assert(CODECS <= QKV_CODECS_MAX, "qkv_section_wants has a row for each");

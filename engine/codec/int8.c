@@ -46,6 +46,11 @@ static void int8_encode(const qkv_part_coder *coder, const float *rows, uint32_t
   qkvi_sized_write(coder, scales, codes, block);
 }
 
+static void int8_round_trip(const qkv_part_coder *coder, const float *row, float *decoded) {
+  uint8_t codes[QKV_DIM_MAX];
+  qkvi_sized_round_trip(coder, code_row(coder, row, codes), codes, decoded);
+}
+
 static bool int8_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row) {
   uint8_t codes[QKV_DIM_MAX];
   const float scale = code_row(coder, row, codes);
@@ -65,6 +70,7 @@ static const qkv_part_codec part = {.id = ID,
                                     .scores = qkvi_sized_scores,
                                     .accumulate = qkvi_sized_accumulate,
                                     .decode = qkvi_sized_decode,
+                                    .round_trip = int8_round_trip,
                                     .matches = int8_matches,
                                     .validate = qkvi_sizes_validate};
 

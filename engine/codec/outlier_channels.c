@@ -20,6 +20,14 @@ static bool bits_valid(double bits) {
   return bits <= BITS_MAX && qkvi_whole_bits_valid(bits);
 }
 
+static bool n_out_valid(uint32_t n_out) {
+  return n_out >= QKV_BAND && n_out < QKV_DIM_MAX && n_out % QKV_BAND == 0;
+}
+
+// By default a quarter of the channels.
+static const qkv_parameter parameters[] = {
+    {.name = "n_out", .fallback = 0, .valid = n_out_valid, .text = "multiples of 8 from 8 to 1016"}};
+
 static bool ip_bits_valid(double bits) {
   return bits >= 2 && bits_valid(bits);
 }
@@ -29,7 +37,9 @@ static bool ip_bits_valid(double bits) {
 static void init_sets(const qkv_part_coder *coder, const qkv_part_codec *inner, uint8_t least,
                       qkv_part_coder sets[SETS]) {
   const uint16_t quarter = (uint16_t)((coder->dim / 4 + QKV_BAND / 2) / QKV_BAND * QKV_BAND);
-  const uint16_t first = coder->dim == QKV_BAND ? 0 : quarter < QKV_BAND ? QKV_BAND : quarter;
+  const uint16_t most = (uint16_t)(coder->dim - QKV_BAND), said = (uint16_t)coder->parameters[0];
+  const uint16_t wanted = said != 0 ? said : quarter < QKV_BAND ? QKV_BAND : quarter;
+  const uint16_t first = wanted < most ? wanted : most;
   const uint8_t more = coder->bits < BITS_MAX ? coder->bits + 1 : BITS_MAX;
   const uint8_t fewer = coder->bits - 1 > least ? coder->bits - 1 : least;
   for (size_t s = 0; s < SETS; s++) {
@@ -266,6 +276,8 @@ const qkv_codec qkvi_codec_turboquant_outliers = {.id = ID,
                                                   .calibrated = true,
                                                   .bits_valid = bits_valid,
                                                   .bits_text = "1, 2, 3 and 4 with turboquant-outliers",
+                                                  .parameters = parameters,
+                                                  .parameter_count = sizeof parameters / sizeof *parameters,
                                                   .error_bound = outliers_error_bound,
                                                   .part = &part,
                                                   QKV_CODEC_OF_PARTS};
@@ -275,6 +287,8 @@ const qkv_codec qkvi_codec_turboquant_ip_outliers = {.id = IP_ID,
                                                      .calibrated = true,
                                                      .bits_valid = ip_bits_valid,
                                                      .bits_text = "2, 3 and 4 with turboquant-ip-outliers",
+                                                     .parameters = parameters,
+                                                     .parameter_count = sizeof parameters / sizeof *parameters,
                                                      .error_bound = ip_error_bound,
                                                      .part = &ip_part,
                                                      QKV_CODEC_OF_PARTS};

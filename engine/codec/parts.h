@@ -75,6 +75,8 @@ struct qkv_part_codec {
   // output() of codecs whose rows have a mean; totals[n], the sums of weights.
   void (*output_mean)(const qkv_part_coder *coder, float *sums, const double *totals, size_t n);
   void (*decode)(const qkv_part_coder *coder, const uint8_t *block, float *rows);  // [64][dim]
+  // What decode() gives for a row [dim] that is coded by itself. NULL: codes of a row depend on others.
+  void (*round_trip)(const qkv_part_coder *coder, const float *row, float *decoded);
   // Whether a slot's codes are those of this row [dim].
   bool (*matches)(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row);
   // NULL, or what is wrong with the block's numbers: "scale 3 is nan".

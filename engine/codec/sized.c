@@ -57,6 +57,14 @@ void qkvi_sized_decode(const qkv_part_coder *coder, const uint8_t *block, float 
   }
 }
 
+void qkvi_sized_round_trip(const qkv_part_coder *coder, float size, const uint8_t *codes, float *row) {
+  const float *values = coder->tables;
+  uint8_t half[SIZE_BYTES];
+  qkv_from_float(QKV_FP16, &size, half, 1);
+  qkv_to_float(QKV_FP16, half, &size, 1);
+  for (size_t c = 0; c < coder->dim; c++) row[c] = size * values[codes[c]];
+}
+
 bool qkvi_sized_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, float size,
                         const uint8_t *codes) {
   if (!qkvi_sizes_match(block, slot, size)) return false;

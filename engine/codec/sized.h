@@ -21,6 +21,8 @@ void qkvi_sized_scores(const qkv_part_coder *coder, const uint8_t *block, const 
 void qkvi_sized_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
                            qkv_precision precision, float *sums);
 void qkvi_sized_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows);
+// A row of this size, as it would be stored, and these codes [dim].
+void qkvi_sized_round_trip(const qkv_part_coder *coder, float size, const uint8_t *codes, float *row);
 // Whether a slot has this size, as it would be stored, and these codes [dim].
 bool qkvi_sized_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, float size,
                         const uint8_t *codes);

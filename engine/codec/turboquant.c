@@ -66,6 +66,13 @@ static bool turboquant_matches(const qkv_part_coder *coder, const uint8_t *block
   return qkvi_sized_matches(coder, block, slot, rms, codes);
 }
 
+static void turboquant_round_trip(const qkv_part_coder *coder, const float *row, float *decoded) {
+  float turned[QKV_DIM_MAX];
+  uint8_t codes[QKV_DIM_MAX];
+  qkvi_sized_round_trip(coder, qkvi_turboquant_code(coder, row, turned, codes), codes, decoded);
+  turn_back(coder, decoded, 1);
+}
+
 // That of the codebook for wide rows, which is the largest, and 1 %.
 static double turboquant_error_bound(double bits) {
   return qkv_sphere_get(QKV_SPHERE_GAUSSIAN, (unsigned)bits)->distortion * 1.01;
@@ -80,6 +87,7 @@ const qkv_part_codec qkvi_part_turboquant = {.id = ID,
                                              .accumulate = qkvi_sized_accumulate,
                                              .output = turn_back,
                                              .decode = turboquant_decode,
+                                             .round_trip = turboquant_round_trip,
                                              .matches = turboquant_matches,
                                              .validate = qkvi_sizes_validate};
 

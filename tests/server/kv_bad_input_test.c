@@ -221,7 +221,8 @@ static void models_out_of_their_limits(void **state) {
   expect_model_refused(
       &model, bad,
       "model.policy.codec is \"zip\", known are embedded, exact, kivi, turboquant, polarquant, running-u8, "
-      "turboquant-ip, pq, int8, commvq, turboquant-outliers and turboquant-ip-outliers");
+      "turboquant-ip, pq, int8, commvq, turboquant-outliers, turboquant-ip-outliers, "
+      "turboquant-low-rank, kivi-low-rank, turboquant-delta and int8-delta");
   policy.codec = (char *)"";
   policy.bits_k = 9;
   request.model = &model;

@@ -155,8 +155,38 @@ static void codebooks_of_the_calibration_gain(void **state) {
   qkv_calibration_unref(&calibration);
 }
 
+// Each more of a head's channels in the first set costs two bits for 64 tokens, of keys and of values.
+static void as_many_channels_as_are_said(void **state) {
+  (void)state;
+  static const uint32_t counts[] = {8, 16, 24, 56, 64, 1016}, taken[] = {8, 16, 24, 56, 56, 56};
+  const qkv_rope none = {0};
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+    qkv_policy policy = QKV_POLICY_UNSET;
+    policy.codec = qkv_codec_by_name("turboquant-outliers");
+    policy.bits_k = policy.bits_v = 2;
+    policy.parameters[QKV_K][0] = policy.parameters[QKV_V][0] = counts[i];
+    const qkv_coder_spec spec = {.layers = 1,
+                                 .kv_heads = HEADS,
+                                 .q_heads = HEADS,
+                                 .key_dim = DIM,
+                                 .value_dim = DIM,
+                                 .rope = &none,
+                                 .policies = &policy,
+                                 .purpose = QKV_PURPOSE_ATTEND};
+    const qkv_coder *coder = NULL;
+    uint64_t used = 0;
+    void *made = policy.codec->create(&spec, &coder, &used);
+    const size_t block = 2 * 2 * TOKENS + TOKENS * (3 * taken[i] + 1 * (DIM - taken[i])) / 8;
+    assert_int_equal(policy.codec->page_bytes_max(coder), 128 + 2 * HEADS * block);
+    policy.codec->destroy(made);
+  }
+  assert_false(qkv_codec_by_name("turboquant-outliers")->parameters[0].valid(12));
+  assert_false(qkv_codec_by_name("turboquant-outliers")->parameters[0].valid(1024));
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(channels_of_the_calibration_get_the_bits),
+                                     cmocka_unit_test(as_many_channels_as_are_said),
                                      cmocka_unit_test(codebooks_of_the_calibration_gain)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -76,6 +76,10 @@ Codec = Literal[
     "commvq",
     "turboquant-outliers",
     "turboquant-ip-outliers",
+    "turboquant-low-rank",
+    "kivi-low-rank",
+    "turboquant-delta",
+    "int8-delta",
 ]
 Rotation = Literal["", "hadamard", "dense"]
 
@@ -86,6 +90,18 @@ _ROW_NORMS = {"stored": model_pb2.Polarquant.ROW_NORMS_STORED, "none": model_pb2
 
 def _turboquant(field: str, rotation: str) -> model_pb2.Turboquant | None:
     return model_pb2.Turboquant(rotation=_said(field, rotation, _ROTATIONS)) if rotation else None
+
+
+def _outliers(n_out: int) -> model_pb2.OutlierChannels | None:
+    return model_pb2.OutlierChannels(n_out=n_out) if n_out else None
+
+
+def _low_rank(rank: int) -> model_pb2.LowRankStage | None:
+    return model_pb2.LowRankStage(rank=rank) if rank else None
+
+
+def _delta(every: int, threshold: int) -> model_pb2.DeltaStage | None:
+    return model_pb2.DeltaStage(anchor_every=every, anchor_threshold=threshold) if every or threshold else None
 
 
 def _said(field: str, value: str, known: dict[str, _T]) -> _T:
@@ -108,6 +124,14 @@ class Policy:
     turboquant_rotation: Rotation = ""
     turboquant_ip_rotation: Rotation = ""
     polarquant_row_norms: Literal["", "stored", "none"] = ""
+    turboquant_outliers_n_out: int = 0  # channels, a multiple of 8
+    turboquant_ip_outliers_n_out: int = 0
+    turboquant_low_rank_rank: int = 0  # 1 to 16
+    kivi_low_rank_rank: int = 0
+    turboquant_delta_anchor_every: int = 0  # 8, 16, 32 or 64
+    turboquant_delta_anchor_threshold: int = 0  # thousandths
+    int8_delta_anchor_every: int = 0
+    int8_delta_anchor_threshold: int = 0
     bits_k: float = 0  # code bits a coordinate, in eighths up to 8
     bits_v: float = 0
     recent_window: int | None = None  # newest tokens that are kept exact
@@ -131,6 +155,12 @@ class Policy:
             polarquant=model_pb2.Polarquant(row_norms=_said("polarquant_row_norms", self.polarquant_row_norms, _ROW_NORMS))
             if self.polarquant_row_norms
             else None,
+            turboquant_outliers=_outliers(self.turboquant_outliers_n_out),
+            turboquant_ip_outliers=_outliers(self.turboquant_ip_outliers_n_out),
+            turboquant_low_rank=_low_rank(self.turboquant_low_rank_rank),
+            kivi_low_rank=_low_rank(self.kivi_low_rank_rank),
+            turboquant_delta=_delta(self.turboquant_delta_anchor_every, self.turboquant_delta_anchor_threshold),
+            int8_delta=_delta(self.int8_delta_anchor_every, self.int8_delta_anchor_threshold),
             bits_k=self.bits_k,
             bits_v=self.bits_v,
             recent_window=self.recent_window,
