@@ -139,9 +139,8 @@ qkv_status qkvi_admit(qkv_storage *storage, qkvi_put *put, uint64_t dirty_max, q
   }
   if (storage->waiting_bytes > storage->free_bytes || extent > storage->free_bytes - storage->waiting_bytes) {
     storage->stats.puts_refused_budget++;
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
-                    "storage budget is %" PRIu64 " bytes, no room for %" PRIu64 " more", storage->config.bytes_max,
-                    extent);
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "storage budget is %" PRIu64 " bytes, %" PRIu64 " more do not fit",
+                    storage->config.bytes_max, extent);
   }
   storage->dirty_bytes += bytes;
   storage->waiting_bytes += extent;
