@@ -82,10 +82,11 @@ static qkv_status check_sharing(const qkv_rpc_call *call, const Qkv__V1__Model *
                   model->tenant);
 }
 
-static qkv_status apply_calibration(qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
-                                    const qkv_calibration *calibration, qkv_error *error) {
+// `tenant` is the call's.
+static qkv_status apply_calibration(qkv_daemon *daemon, const Qkv__V1__Model *message, const char *tenant,
+                                    const qkv_model *model, const qkv_calibration *calibration, qkv_error *error) {
   if (calibration == NULL) return QKV_OK;
-  if (message->calibration_kept) return qkvi_kept_put(daemon->kept, model, calibration, error);
+  if (message->calibration_kept) return qkvi_kept_put(daemon->kept, tenant, model, calibration, error);
   // The daemon's own file does not replace a later calibration.
   const bool given = message->calibration.len > 0;
   const bool trusted = given ? message->calibration_trusted != 0 : daemon->options->trust_calibration;
@@ -114,7 +115,7 @@ static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *
   if (status == QKV_OK) status = check_sharing(call, message, model, error);
   if (status == QKV_OK) status = check_replacing(call, message, model, calibration, error);
   if (status == QKV_OK) status = register_within_quota(call, model, registered, error);
-  if (status == QKV_OK) status = apply_calibration(daemon, message, *registered, calibration, error);
+  if (status == QKV_OK) status = apply_calibration(daemon, message, model->tenant, *registered, calibration, error);
   if (status == QKV_OK && message->shared)
     status = qkvi_catalogue_share_model(daemon->residency, daemon->store, *registered, error);
   qkv_calibration_unref(&calibration);

@@ -41,9 +41,13 @@ static bool is_kept(qkvi_kept_calibrations *kept, const scene *s, size_t i) {
   return same;
 }
 
-static void put(qkvi_kept_calibrations *kept, const scene *s, size_t i) {
+static void put_of(qkvi_kept_calibrations *kept, const char *tenant, const scene *s, size_t i) {
   qkv_error error = {0};
-  if (qkvi_kept_put(kept, &s->model, s->made[i], &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkvi_kept_put(kept, tenant, &s->model, s->made[i], &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static void put(qkvi_kept_calibrations *kept, const scene *s, size_t i) {
+  put_of(kept, "a", s, i);
 }
 
 static void the_last_eight_stay(void **state) {
@@ -74,9 +78,52 @@ static void bytes_are_bounded(void **state) {
   qkvi_kept_destroy(&kept);
   kept = qkvi_kept_create(s.bytes - 1);
   qkv_error error = {0};
-  assert_int_equal(qkvi_kept_put(kept, &s.model, s.made[0], &error), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(qkvi_kept_put(kept, "a", &s.model, s.made[0], &error), QKV_RESOURCE_EXHAUSTED);
   assert_non_null(strstr(error.text, "an eighth of memory-budget"));
   assert_false(is_kept(kept, &s, 0));
+  qkvi_kept_destroy(&kept);
+  teardown_scene(&s);
+}
+
+// Neither by number nor by bytes do tenants push out what others have who have less.
+static void tenants_keep_their_own(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s);
+  qkvi_kept_calibrations *kept = qkvi_kept_create(UINT64_MAX);
+  put_of(kept, "b", &s, 0);
+  for (size_t i = 1; i < 10; i++) put_of(kept, "a", &s, i);
+  assert_true(is_kept(kept, &s, 0));
+  assert_false(is_kept(kept, &s, 1));
+  for (size_t i = 2; i < 10; i++) assert_true(is_kept(kept, &s, i));
+  qkvi_kept_destroy(&kept);
+
+  kept = qkvi_kept_create(4 * s.bytes);
+  put_of(kept, "b", &s, 0);
+  for (size_t i = 1; i < 6; i++) put_of(kept, "a", &s, i);
+  assert_true(is_kept(kept, &s, 0));
+  for (size_t i = 1; i < 6; i++) assert_true(is_kept(kept, &s, i) == (i >= 3));
+  put_of(kept, "b", &s, 6);  // a has more
+  assert_true(is_kept(kept, &s, 0) && is_kept(kept, &s, 4) && is_kept(kept, &s, 5) && is_kept(kept, &s, 6));
+  assert_false(is_kept(kept, &s, 3));
+  put_of(kept, "b", &s, 7);  // b would have the most
+  assert_true(is_kept(kept, &s, 4) && is_kept(kept, &s, 5) && is_kept(kept, &s, 6) && is_kept(kept, &s, 7));
+  assert_false(is_kept(kept, &s, 0));
+  qkvi_kept_destroy(&kept);
+
+  kept = qkvi_kept_create(2 * s.bytes);
+  qkv_error error = {0};
+  put_of(kept, "a", &s, 0);
+  put_of(kept, "b", &s, 1);
+  assert_int_equal(qkvi_kept_put(kept, "c", &s.model, s.made[2], &error), QKV_RESOURCE_EXHAUSTED);
+  assert_non_null(strstr(error.text, "no other tenant has more of them than c would have"));
+  assert_true(is_kept(kept, &s, 0) && is_kept(kept, &s, 1));
+  // The same of two tenants is each one's.
+  put_of(kept, "b", &s, 0);
+  assert_true(is_kept(kept, &s, 0));
+  assert_false(is_kept(kept, &s, 1));
+  put_of(kept, "a", &s, 2);
+  assert_true(is_kept(kept, &s, 0) && is_kept(kept, &s, 2));
   qkvi_kept_destroy(&kept);
   teardown_scene(&s);
 }
@@ -106,6 +153,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(the_last_eight_stay),
       cmocka_unit_test(bytes_are_bounded),
+      cmocka_unit_test(tenants_keep_their_own),
       cmocka_unit_test(others_are_found),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
