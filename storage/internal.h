@@ -297,9 +297,8 @@ void qkvi_end_check(qkv_storage *storage);
 // A session's records are found from done() on (NULL: nobody waits), perhaps before this returns.
 void qkvi_unpack_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 
-// unload.c. Writes what has been packed lately, as far as the budget of the disk allows; a record of it is written.
+// unload.c. Writes what has been packed lately, as far as the budget of the disk allows.
 void qkvi_unload_fresh(qkv_storage *storage);
-bool qkvi_unload_written(qkv_storage *storage, const qkvi_entry *entry);
 // As qkvi_unpack_session, of one that stays packed otherwise.
 void qkvi_load_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 

@@ -91,7 +91,7 @@ static void publish(qkv_storage *storage, qkvi_put *put) {
   entry.tokens = put->tokens;
   const bool of_index = entry.kind == QKVI_RECORD_INDEX;
   pthread_mutex_lock(&storage->lock);
-  const bool lives = !of_index || qkvi_unload_written(storage, &entry);
+  const bool lives = !of_index || qkvi_index_unload(storage->index, &entry);
   if (!of_index) {
     qkvi_index_add(storage->index, &entry);
     count_put(&storage->stats, &put->header);

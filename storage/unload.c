@@ -41,12 +41,6 @@ static void on_written(void *context, uint64_t record, qkv_status status) {
   qkvi_post(storage, &on->message);
 }
 
-bool qkvi_unload_written(qkv_storage *storage, const qkvi_entry *entry) {
-  qkvi_entry written = *entry;
-  if (storage->index_walks > 0) written.extent = 0;  // it is written again once the walk is over
-  return qkvi_index_unload(storage->index, &written);
-}
-
 // False: the budget has no space for it.
 static bool write_session(qkv_storage *storage, uint64_t session) {
   uint64_t bytes = 0;

@@ -43,6 +43,14 @@ MUTANTS = [
      "  error = request_now(on, QKV_IO_SYNC, segment->file, 0, NULL, 0);\n"
      "  if (error == 0) error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);",
      "  error = request_now(on, QKV_IO_WRITE, segment->file, segment->end, tail, bytes);", "storage/|fault/"),
+    ("a cut of an unloaded session is forgotten", "storage/sessions.c", "    if (!session->unswept) forget_cuts(session);\n",
+     "    forget_cuts(session);\n", "storage/unload|fault/model"),
+    ("compaction overlooks unloaded sessions", "storage/pack.c",
+     "  on->sessions = qkvi_index_list_unloaded(storage->index, segment, &on->count);\n",
+     "  on->sessions = qkvi_index_list_unloaded(storage->index, segment == QKVI_ANY_SEGMENT ? segment : segment + 1,\n"
+     "                                          &on->count);\n", "storage/unload"),
+    ("a start takes an unloaded index for the caller's record", "storage/recover.c", "entry->kind != QKVI_RECORD_INDEX && ", "",
+     "storage/unload|fault/model"),
     ("a page's record counts as durable when it is written", "server/residency/write_back.c",
      "  pending->state = QKV_RECORD_WRITTEN;\n", "  pending->state = QKV_RECORD_DURABLE;\n", "server/residency"),
     ("settling skips what is not durable", "engine/cache/layer_spill.c",
