@@ -303,6 +303,16 @@ static bool take_rows(void *context, const qkv_client_rows *rows) {
 // Pages under way for each thread that decodes them.
 enum { PAGES_AHEAD = 32 };
 
+// Whether a layer's memory holds as many rows as it is said to.
+static qkv_code check_bytes(const decoding *all, size_t i, const char *what, size_t bytes, qkv_part part,
+                            qkv_call_error *error) {
+  const uint64_t capacity = all->layers[i].capacity;
+  if (bytes == 0 || all->row_bytes[part] == 0 || capacity <= bytes / all->row_bytes[part]) return QKV_OK;
+  return qkvi_fail(error, QKV_INVALID_ARGUMENT,
+                   "layers[%zu].%s is %zu, capacity is %" PRIu64 " rows, of %zu bytes each in this session", i, what,
+                   bytes, capacity, all->row_bytes[part]);
+}
+
 static qkv_code start(decoding *all, unsigned threads, qkv_call_error *error) {
   qkv_error reason = {0};
   const qkv_code code = qkvi_coded_session_get(all->client, all->request->session, &all->session, error);
@@ -316,6 +326,10 @@ static qkv_code start(decoding *all, unsigned threads, qkv_call_error *error) {
   for (size_t i = 0; i < all->request->layer_count; i++) {
     all->layers[i].position = all->request->begin > first ? all->request->begin : first;
     all->layers[i].tokens = 0;
+    const qkv_client_layer_rows *rows = &all->layers[i];
+    qkv_code fits = check_bytes(all, i, "k_bytes", rows->k_bytes, QKV_K, error);
+    if (fits == QKV_OK) fits = check_bytes(all, i, "v_bytes", rows->v_bytes, QKV_V, error);
+    if (fits != QKV_OK) return fits;
   }
   all->limit = (size_t)threads * PAGES_AHEAD;
   if (threads > 0 && qkv_pool_create(threads, all->limit, &all->pool, &reason) != QKV_OK)

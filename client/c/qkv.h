@@ -16,7 +16,8 @@
 // reading in the middle of the caller's rows, that alone would not give the memory back, so the connection is cut:
 // a decode stream that is open on the same client ends with it (UNAVAILABLE). The next call connects anew.
 //
-// Threads: a client is used by one thread at a time; different clients are independent.
+// Threads: a client is used by one thread at a time; different clients are independent. A child of fork() uses no
+// client of its parent's, and makes none where the parent has had one: gRPC's threads stay behind.
 #ifndef QKV_CLIENT_C_QKV_H
 #define QKV_CLIENT_C_QKV_H
 
@@ -503,13 +504,15 @@ typedef struct qkv_client_layer_rows {
   uint64_t capacity;  // tokens that they have place for
   uint64_t position;  // out: of the first token
   uint64_t tokens;    // out: how many there are
+  // Where not 0, what `k` and `v` have: a session whose rows are wider than the caller thinks is then refused.
+  size_t k_bytes, v_bytes;
 } qkv_client_layer_rows;
 
 // Fetches layers as pages and decodes them here, on `threads` threads while the calling one receives (0: on that
 // one): the same rows as qkv_client_fetch_rows gives, for a part of the bytes on the wire. `layers` has
 // request->layer_count entries (at least 1). A calibration crosses once and is kept by the client. INVALID_ARGUMENT:
-// `heads_first`, a `part`, a capacity that does not hold the rows; DATA_LOSS: a page that is damaged; NOT_FOUND. Rows
-// that have arrived before a failure stay; `tokens` are then 0.
+// `heads_first`, a `part`, a capacity that does not hold the rows, bytes that do not hold the capacity; DATA_LOSS: a
+// page that is damaged; NOT_FOUND. Rows that have arrived before a failure stay; `tokens` are then 0.
 qkv_code qkv_client_fetch_decoded(qkv_client *client, const qkv_client_fetch *request, unsigned threads,
                                   qkv_client_layer_rows *layers, qkv_call_error *error);
 

@@ -78,7 +78,9 @@ typedef struct { void *data; size_t bytes; int dtype; int64_t heads, dim; ...; }
 typedef struct { qkv_client_memory k, v; uint64_t position; uint64_t tokens; ...; } qkv_client_layer_memory;
 qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *request, qkv_client_layer_memory *layers,
                                qkv_call_error *error);
-typedef struct { void *k, *v; uint64_t capacity; uint64_t position; uint64_t tokens; ...; } qkv_client_layer_rows;
+typedef struct {
+  void *k, *v; uint64_t capacity; uint64_t position; uint64_t tokens; size_t k_bytes, v_bytes; ...;
+} qkv_client_layer_rows;
 qkv_code qkv_client_fetch_decoded(qkv_client *client, const qkv_client_fetch *request, unsigned threads,
                                   qkv_client_layer_rows *layers, qkv_call_error *error);
 """

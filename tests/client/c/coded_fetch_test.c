@@ -227,6 +227,11 @@ static void test_bad_requests(void **state) {
   assert_non_null(strstr(error.text, "layers[0].capacity is 100"));
   assert_int_equal(rows[0].tokens, 0);
   rows[0].capacity = TOKENS;
+  rows[0].k_bytes = sizeof k - 1;
+  assert_int_equal(qkv_client_fetch_decoded(client, &request, 2, rows, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text,
+                      "layers[0].k_bytes is 51199, capacity is 400 rows, of 128 bytes each in this session");
+  rows[0].k_bytes = sizeof k;
   request.layers = twice;
   assert_int_equal(qkv_client_fetch_decoded(client, &request, 2, rows, &error), QKV_INVALID_ARGUMENT);
   request.layers = layers;

@@ -174,6 +174,7 @@ class Handle:
         place = _ffi.new("qkv_client_layer_rows *")
         keep += (_ffi.from_buffer("char[]", buffer, require_writable=True) for buffer in (k, v))
         place.k, place.v = keep[-2:]
+        place.k_bytes, place.v_bytes = len(keep[-2]), len(keep[-1])
         place.capacity = capacity
         failure = _Failure()
         failure.check(_lib.qkv_client_fetch_decoded(self._place[0], request, threads, place, failure.place))
@@ -214,5 +215,7 @@ def _fill_item(item: Any, rows: Rows, keep: list[Any]) -> None:
             place.strides[0 : len(tensor.strides)] = tensor.strides
     if rows.token_ids is not None:
         ids = _ffi.from_buffer("uint32_t[]", rows.token_ids)
+        if len(ids) < rows.k.dims[0]:
+            raise ValueError(f"token_ids has {len(ids)} ids, k has {rows.k.dims[0]} tokens")
         keep.append(ids)
         item.token_ids = ids
