@@ -1,4 +1,5 @@
 #include "server/daemon.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <inttypes.h>
@@ -21,14 +22,8 @@
 
 enum { BLOCKING_THREADS = 8 };  // of each half; their jobs mostly wait
 
-static int64_t monotonic_ms(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon) {
-  return monotonic_ms() - daemon->started_ms;
+  return qkv_now_ms() - daemon->started_ms;
 }
 
 // ---- Metrics ----
@@ -564,7 +559,7 @@ void qkv_daemon_keep_memory(qkv_daemon *daemon) {
 void qkv_daemon_tend(qkv_daemon *daemon) {
   qkv_rpc_server_tend(daemon->rpc);
   qkvi_memory_tend(&daemon->memory, daemon->store);
-  if (daemon->regions != NULL) qkvi_buffers_tend(qkvi_regions_buffers(daemon->regions), monotonic_ms());
+  if (daemon->regions != NULL) qkvi_buffers_tend(qkvi_regions_buffers(daemon->regions), qkv_now_ms());
 }
 
 qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_options *option_set, qkv_daemon **out,
@@ -573,7 +568,7 @@ qkv_status qkv_daemon_create(const qkv_server_options *options, const qkv_option
   assert(daemon != NULL);
   daemon->options = options;
   daemon->option_set = option_set;
-  daemon->started_ms = monotonic_ms();
+  daemon->started_ms = qkv_now_ms();
   atomic_init(&daemon->draining, false);
   qkv_health_init(&daemon->health);
   const int failed = pthread_mutex_init(&daemon->evicting, NULL);

@@ -1,9 +1,9 @@
 #include "server/retier.h"
+#include "engine/base/clock.h"
 
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "engine/cache/session_spill.h"
 
@@ -40,12 +40,6 @@ typedef struct step {
   int64_t until_ms;
 } step;
 
-static int64_t now_ms(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 qkvi_retierer *qkvi_retierer_create(qkv_store *store, qkvi_residency *residency, const qkv_server_options *options) {
   qkvi_retierer *retierer = calloc(1, sizeof *retierer);
   if (retierer == NULL) abort();
@@ -80,7 +74,7 @@ static note *note_of(qkvi_retierer *retierer, const qkv_session *session, int64_
 }
 
 static bool spent(const step *on) {
-  return on->report->pages - on->pages_before >= on->retierer->policy.pages_max || now_ms() >= on->until_ms;
+  return on->report->pages - on->pages_before >= on->retierer->policy.pages_max || qkv_now_ms() >= on->until_ms;
 }
 
 // The session's next layer; counts those in a row that needed nothing.
@@ -112,7 +106,7 @@ static void aim_session(step *on, qkv_session *session) {
 
 static void begin_work(step *on, int64_t ms) {
   on->pages_before = on->report->pages;
-  on->until_ms = now_ms() + ms;
+  on->until_ms = qkv_now_ms() + ms;
 }
 
 // Round robin: a session that was visited is moved behind the others.

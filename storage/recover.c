@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
-#include <time.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/log.h"
 #include "storage/internal.h"
 
@@ -648,15 +648,9 @@ static qkv_status read_all(recovery *on, qkv_error *error) {
   return write_journal(on, &report, error);
 }
 
-static double now_s(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore, qkv_error *error) {
   recovery on = {.storage = storage, .restore = restore};
-  const double begin = now_s();
+  const double begin = qkv_now_s();
   storage->segment_next = 1;
   storage->journal.file = -1;
   const int code = qkv_io_list(storage->io, note_name, &on);
@@ -680,7 +674,7 @@ qkv_status qkvi_recover(qkv_storage *storage, const qkv_storage_restore *restore
     if (storage->segments[i] != NULL) qkvi_segment_reap(storage, storage->segments[i]);
   }
   storage->stats.recovery_read_bytes = on.read_bytes;
-  storage->stats.recovery_s = now_s() - begin;
+  storage->stats.recovery_s = qkv_now_s() - begin;
   if (status == QKV_OK) {
     storage->sessions = on.sessions;
     on.sessions = NULL;

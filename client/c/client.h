@@ -88,8 +88,6 @@ qkv_code qkvi_check_health(qkv_client *client, int64_t timeout_ms, qkv_call_erro
 // Waits; gRPC may work meanwhile.
 void qkvi_pause(qkv_client *client, int64_t ms);
 
-// Milliseconds on the clock that deadlines are counted on.
-int64_t qkvi_now_ms(void);
 // Reads the token file again where it has changed, at most once a second, and after a call that was UNAUTHENTICATED.
 // What cannot be read, or is no token, leaves the one before in use.
 void qkvi_renew_token(qkv_client *client);

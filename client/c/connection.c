@@ -16,6 +16,7 @@
 #include "client/c/codes.h"
 #include "client/c/place.h"
 #include "client/c/socket.h"
+#include "engine/base/clock.h"
 #include "engine/base/name.h"
 
 enum {
@@ -30,12 +31,6 @@ enum {
   TOKEN_FILE_MS = 1000,       // between two looks at a token file
   RECLAIM_PATIENCE_MS = 100,  // how long a write may still hold lent memory after its call has ended
 };
-
-int64_t qkvi_now_ms(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 // Runs what gRPC has to do for up to `ms`. Nothing is ever sent with this tag, so events stay for their owners.
 static void poll_for(qkv_client *client, int64_t ms) {
@@ -56,7 +51,7 @@ void qkvi_cut(qkv_client *client) {
 void qkvi_reclaim(qkv_client *client) {
   int64_t patience_end = 0;
   while (atomic_load(&client->lent) > 0) {
-    int64_t now = qkvi_now_ms();
+    int64_t now = qkv_now_ms();
     if (patience_end == 0) patience_end = now + RECLAIM_PATIENCE_MS;
     if (now >= patience_end) qkvi_cut(client);
     poll_for(client, 1);
@@ -189,10 +184,10 @@ qkv_code qkvi_check_health(qkv_client *client, int64_t timeout_ms, qkv_call_erro
   bool retry = false;
   qkv_error reason = {0};
   qkv_status status = QKV_OK;
-  const int64_t until = qkvi_now_ms() + timeout_ms;
+  const int64_t until = qkv_now_ms() + timeout_ms;
   if (client->channel == NULL || qkvi_socket_hung_up(client->fd))
     status = connect_once(client, timeout_ms, &retry, &reason);
-  const int64_t left_ms = until - qkvi_now_ms();
+  const int64_t left_ms = until - qkv_now_ms();
   if (status == QKV_OK) status = greet(client, left_ms < 1 ? 1 : left_ms, true, &reason);
   return status == QKV_OK ? qkvi_ok(error) : nobody_answers(client, &reason, error);
 }
@@ -201,16 +196,16 @@ static qkv_code connect_until(qkv_client *client, int64_t deadline_ms, qkv_call_
   for (int64_t pause_ms = RETRY_FIRST_MS;; pause_ms = pause_ms < RETRY_MAX_MS / 2 ? 2 * pause_ms : RETRY_MAX_MS) {
     bool retry = false;
     qkv_error reason = {0};
-    int64_t left_ms = deadline_ms - qkvi_now_ms();
+    int64_t left_ms = deadline_ms - qkv_now_ms();
     if (left_ms < 1) left_ms = 1;
     qkv_status status = connect_once(client, left_ms, &retry, &reason);
     if (status == QKV_OK) {
-      left_ms = deadline_ms - qkvi_now_ms();
+      left_ms = deadline_ms - qkv_now_ms();
       status = greet(client, left_ms < 1 ? 1 : left_ms, false, &reason);
       retry = true;
     }
     if (status == QKV_OK) return qkvi_ok(error);
-    if (!retry || qkvi_now_ms() + pause_ms >= deadline_ms) return nobody_answers(client, &reason, error);
+    if (!retry || qkv_now_ms() + pause_ms >= deadline_ms) return nobody_answers(client, &reason, error);
     poll_for(client, pause_ms);
   }
 }
@@ -293,8 +288,8 @@ static qkv_status read_token_file_as(qkv_client *client, const struct stat *now,
 }
 
 void qkvi_renew_token(qkv_client *client) {
-  if (client->token_file == NULL || qkvi_now_ms() < client->token_next_ms) return;
-  client->token_next_ms = qkvi_now_ms() + TOKEN_FILE_MS;
+  if (client->token_file == NULL || qkv_now_ms() < client->token_next_ms) return;
+  client->token_next_ms = qkv_now_ms() + TOKEN_FILE_MS;
   grpc_slice value;
   struct stat now;
   qkv_error ignored = {0};
@@ -373,7 +368,7 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
   qkv_code code = qkvi_client_create(target, options, &client, error);
   if (code != QKV_OK) return code;
   assert(client != NULL);
-  code = connect_until(client, qkvi_now_ms() + client->options.connect_timeout_ms, error);
+  code = connect_until(client, qkv_now_ms() + client->options.connect_timeout_ms, error);
   if (code != QKV_OK) qkv_client_close(&client);
   *client_out = client;
   return code;

@@ -6,6 +6,7 @@
 #include <xxhash.h>
 
 #include "client/c/socket.h"
+#include "engine/base/clock.h"
 #include "engine/base/name.h"
 
 enum {
@@ -68,7 +69,7 @@ static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *w
   assert(part != NULL);
   if (!part->suspect && part->channel != NULL && !qkvi_socket_hung_up(part->fd)) return true;
   part->suspect = true;
-  if (qkvi_now_ms() < part->asked_next_ms) {
+  if (qkv_now_ms() < part->asked_next_ms) {
     (void)qkvi_fail(why, QKV_UNAVAILABLE, "%s has not answered a moment ago", part->target);
     return false;
   }
@@ -80,7 +81,7 @@ static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *w
   }
   part->pause_ms = part->pause_ms == 0 ? PAUSE_FIRST_MS : 2 * part->pause_ms;
   if (part->pause_ms > PAUSE_MAX_MS) part->pause_ms = PAUSE_MAX_MS;
-  part->asked_next_ms = qkvi_now_ms() + part->pause_ms;
+  part->asked_next_ms = qkv_now_ms() + part->pause_ms;
   return false;
 }
 
@@ -256,9 +257,9 @@ qkv_code qkvi_connect_several(const char *targets, const qkv_client_options *opt
   whole->parts = calloc(PARTS_MAX, sizeof(qkv_client *));
   assert(whole->parts != NULL);
   code = add_parts(whole, options, error);
-  const int64_t until = qkvi_now_ms() + whole->options.connect_timeout_ms;
+  const int64_t until = qkv_now_ms() + whole->options.connect_timeout_ms;
   if (code == QKV_OK) code = qkvi_each_part(whole, any, NULL, error);
-  while (code == QKV_UNAVAILABLE && qkvi_now_ms() < until) {
+  while (code == QKV_UNAVAILABLE && qkv_now_ms() < until) {
     qkvi_pause(whole, PAUSE_FIRST_MS / 2);
     code = qkvi_each_part(whole, any, NULL, error);
   }

@@ -4,8 +4,8 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "engine/base/clock.h"
 #include "engine/codec/moments.h"
 #include "storage/record.h"
 
@@ -22,12 +22,6 @@ typedef struct measured {
   double sealed_pages;  //
   double seconds, attend_seconds;
 } measured;
-
-static double now(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
-}
 
 // Sums of uniform numbers, of about variance 1; the same ones each time.
 static void fill(qkv_dtype dtype, void *out, size_t count) {
@@ -75,9 +69,9 @@ static qkv_status append_layer(qkv_session *session, const qkv_model *model, uin
       cut[i] = (qkv_segment){.data = parts[i].data, .length = parts[i].length / CHUNK * (size_t)here};
       rows[i] = qkv_tensor_dense(model->dtype, 3, (const int64_t[]){here, model->kv_heads, dims[i]}, &cut[i]);
     }
-    const double began = now();
+    const double began = qkv_now_s();
     status = qkv_session_append(session, layer, at, &rows[QKV_K], &rows[QKV_V], false, &appended, &length, error);
-    *seconds += now() - began;
+    *seconds += qkv_now_s() - began;
   }
   for (int i = 0; i < 2; i++) free((void *)(uintptr_t)parts[i].data);
   return status;
@@ -99,9 +93,9 @@ static qkv_status attend_layer(qkv_session *session, const qkv_model *model, uin
                                 .out = out,
                                 .lse = out + (size_t)model->q_heads * model->value_dim};
     for (int i = 0; i < REPEATS; i++) {
-      const double began = now();
+      const double began = qkv_now_s();
       qkv_attend_run(NULL, &request, 1);
-      const double took = now() - began;
+      const double took = qkv_now_s() - began;
       if (i == 0 || took < *seconds) *seconds = took;
     }
     qkv_session_read_done(session, layer);

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "client/common/program.h"
+#include "engine/base/clock.h"
 
 static bool print_line(json_t *object, size_t flags) {
   if (object == NULL) {
@@ -143,14 +144,8 @@ void qkv_table_print(const qkv_table *table, FILE *out) {
 
 enum { SHOW_AFTER_MS = 1000, SHOW_EVERY_MS = 100, BAR_WIDTH = 30 };
 
-static int64_t now_ms(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 void qkv_progress_start(qkv_progress *progress, const char *what, uint64_t total_bytes) {
-  *progress = (qkv_progress){.what = what, .total = total_bytes, .started_ms = now_ms()};
+  *progress = (qkv_progress){.what = what, .total = total_bytes, .started_ms = qkv_now_ms()};
   progress->terminal = isatty(STDERR_FILENO) == 1;
 }
 
@@ -176,7 +171,7 @@ static void show(qkv_progress *progress, int64_t elapsed_ms) {
 void qkv_progress_add(qkv_progress *progress, uint64_t bytes) {
   progress->done += bytes;
   if (!progress->terminal) return;
-  int64_t now = now_ms();
+  int64_t now = qkv_now_ms();
   if (now - progress->started_ms < SHOW_AFTER_MS || now - progress->shown_ms < SHOW_EVERY_MS) return;
   progress->shown_ms = now;
   progress->visible = true;

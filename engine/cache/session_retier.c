@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "engine/base/clock.h"
 #include "engine/cache/layer_internal.h"
 #include "engine/cache/layer_retier.h"
 #include "engine/cache/session_internal.h"
@@ -330,10 +331,8 @@ qkv_status qkv_session_read_attention(qkv_session *session, uint32_t layer, size
 // ---- In the background ----
 
 void qkv_session_tiers_looked(qkv_session *session) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
   session_working *working = qkvi_working(session);
-  if (working != NULL) atomic_store(&working->tiers.looked_ms, (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000);
+  if (working != NULL) atomic_store(&working->tiers.looked_ms, qkv_now_ms());
 }
 
 // A use meanwhile stands (qkv_session_touch).

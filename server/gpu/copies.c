@@ -9,6 +9,7 @@
 #include <string.h>
 #include <utlist.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/histogram.h"
 #include "engine/cache/device_image.h"
 #include "server/gpu/internal.h"
@@ -151,7 +152,7 @@ uint64_t qkvi_gpu_hold(qkv_device *device, const qkv_device_pages *pages, qkv_de
     return 0;
   }
   qkv_device_copy *copy = find_or_add(gpu, pages->range);
-  copy->used_ms = qkvi_gpu_now_ms();
+  copy->used_ms = qkv_now_ms();
   if (copy->state == QKVI_COPY_RESIDENT && matches(copy, pages)) {
     copy->users++;
     gpu->held++;
@@ -210,7 +211,7 @@ void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range) {
 
 // The longest unused range goes, unless it is in use or was a short while ago.
 static bool evict_one(qkvi_gpu *gpu) {
-  const int64_t unused_since = qkvi_gpu_now_ms() - gpu->config.sticky_ms;
+  const int64_t unused_since = qkv_now_ms() - gpu->config.sticky_ms;
   pthread_mutex_lock(&gpu->lock);
   qkv_device_copy *copy = gpu->resident;
   while (copy != NULL && copy->users > 0) copy = copy->next;
@@ -248,7 +249,7 @@ void qkvi_gpu_upload_next(qkvi_gpu *gpu) {
   const bool uploaded = at != 0 && upload(gpu, copy, at);
   if (at == 0 || !uploaded) qkvi_gpu_failed(gpu);
   pthread_mutex_lock(&gpu->lock);
-  if (at == 0) gpu->full_until_ms = qkvi_gpu_now_ms() + FULL_MS;
+  if (at == 0) gpu->full_until_ms = qkv_now_ms() + FULL_MS;
   if (uploaded && !copy->forgotten) {
     copy->at = at;
     DL_APPEND(gpu->resident, copy);

@@ -1,4 +1,5 @@
 #include "server/gpu/gpu.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -18,12 +19,6 @@ enum {
   STEADY = 6,  // a GPU that has been used for so many times retry_ms is tried again soon
   KERNELS_BYTES_MAX = 64 << 20,
 };
-
-int64_t qkvi_gpu_now_ms(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 qkv_device *qkvi_gpu_device(qkvi_gpu *gpu) {
   return &gpu->device;
@@ -102,7 +97,7 @@ typedef struct retries {
 } retries;
 
 static void plan_retry(const qkvi_gpu *gpu, retries *next) {
-  const int64_t now = qkvi_gpu_now_ms();
+  const int64_t now = qkv_now_ms();
   if (next->opened_ms != 0 && now - next->opened_ms > STEADY * gpu->config.retry_ms)
     next->delay_ms = gpu->config.retry_ms;
   next->at_ms = now + next->delay_ms;
@@ -111,11 +106,11 @@ static void plan_retry(const qkvi_gpu *gpu, retries *next) {
 
 // The lock is held.
 static void retry(qkvi_gpu *gpu, retries *next) {
-  if (qkvi_gpu_now_ms() < next->at_ms) return wait_until(gpu, next->at_ms);
+  if (qkv_now_ms() < next->at_ms) return wait_until(gpu, next->at_ms);
   pthread_mutex_unlock(&gpu->lock);
   const bool opened = open_gpu(gpu);
   pthread_mutex_lock(&gpu->lock);
-  if (opened) next->opened_ms = qkvi_gpu_now_ms();
+  if (opened) next->opened_ms = qkv_now_ms();
   if (!opened) plan_retry(gpu, next);
 }
 
@@ -123,7 +118,7 @@ static void *run(void *context) {
   qkvi_gpu *gpu = context;
   retries next = {.delay_ms = gpu->config.retry_ms};
   pthread_mutex_lock(&gpu->lock);
-  if (gpu->usable) next.opened_ms = qkvi_gpu_now_ms();
+  if (gpu->usable) next.opened_ms = qkv_now_ms();
   if (!gpu->usable) plan_retry(gpu, &next);
   while (!gpu->stopping) {
     if (gpu->open == NULL) {

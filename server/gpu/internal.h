@@ -80,7 +80,6 @@ static inline void qkvi_gpu_count(const qkvi_gpu *gpu, qkv_metric_id metric, uin
   qkv_metric_add(&gpu->config.metrics[metric], (int64_t)more);
 }
 
-int64_t qkvi_gpu_now_ms(void);
 // An operation has failed: where the GPU has, it is not used from here on, and the thread is woken.
 void qkvi_gpu_failed(qkvi_gpu *gpu);
 

@@ -1,4 +1,5 @@
 #include "server/objects/objects.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <inttypes.h>
@@ -101,7 +102,7 @@ qkvi_object *qkvi_object_create(qkvi_objects *objects, qkv_account *account, con
   object->config = *config;
   if (object->config.created_unix_ms == 0) object->config.created_unix_ms = unix_ms();
   object->parts = qkvi_object_parts(config->bytes);
-  object->used_ms = qkvi_now_ms();
+  object->used_ms = qkv_now_ms();
   object->references = 2;
   qkvi_objects_lock(objects);
   if (objects->residency != NULL && config->durability > QKV_DURABILITY_MEMORY)
@@ -244,7 +245,7 @@ void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   DL_DELETE(objects->oldest, object);
   DL_APPEND(objects->removed, object);
   object->removed = true;
-  object->used_ms = qkvi_now_ms();
+  object->used_ms = qkv_now_ms();
   qkvi_objects_release(objects, object);
   update_gauges(objects);
 }
@@ -258,7 +259,7 @@ void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_d
 static void use(qkvi_objects *objects, qkvi_object *object) {
   const bool warm = object->prev_warm != NULL;
   remove_warm(objects, object);
-  object->used_ms = qkvi_now_ms();
+  object->used_ms = qkv_now_ms();
   if (warm) add_warm(objects, object);
   if (object->removed || object->next == NULL) return;  // or the last one anyway
   DL_DELETE(objects->oldest, object);
@@ -277,7 +278,7 @@ qkvi_object *qkvi_objects_find(qkvi_objects *objects, const char *tenant, const 
 void qkvi_object_read_info(qkvi_objects *objects, const qkvi_object *object, qkvi_object_info *info) {
   qkvi_objects_lock(objects);
   *info = (qkvi_object_info){.config = object->config,
-                             .last_used_unix_ms = unix_ms() - (qkvi_now_ms() - object->used_ms),
+                             .last_used_unix_ms = unix_ms() - (qkv_now_ms() - object->used_ms),
                              .bytes_in_memory = object->in_memory};
   qkvi_objects_unlock(objects);
 }
@@ -496,7 +497,7 @@ bool qkvi_objects_expel(qkvi_objects *objects, const qkvi_objects_expulsion *wan
   size_t count = 0;
   if (objects == NULL) return false;
   qkvi_objects_lock(objects);
-  const int64_t idle = qkvi_now_ms() - EXPEL_IDLE_MS;
+  const int64_t idle = qkv_now_ms() - EXPEL_IDLE_MS;
   for (int kept = 0; kept < 2 && freed == 0; kept++) {
     // Evictable objects go first.
     const int64_t until = kept == wanted->evictable || wanted->before_ms > idle ? idle : wanted->before_ms;
@@ -538,7 +539,7 @@ static void take_from_stalled(qkvi_objects *objects, int64_t now) {
 
 void qkvi_objects_expire(qkvi_objects *objects) {
   qkvi_objects_lock(objects);
-  const int64_t now = qkvi_now_ms();
+  const int64_t now = qkv_now_ms();
   take_from_stalled(objects, now);
   qkvi_object *next = objects->mortal > 0 ? objects->oldest : NULL;
   for (qkvi_object *at; (at = next) != NULL;) {

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <utlist.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/log.h"
 #include "qkv/v1/objects.pb-c.h"
 #include "server/auth/identity.h"
@@ -195,7 +196,7 @@ qkv_status qkvi_object_await_journal(qkvi_objects *objects, qkvi_object *object,
 qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkvi_object *object, qkv_error *error) {
   qkvi_residency *residency = objects->residency;
   const qkv_backing *tier = qkvi_write_back_backing(residency, object->config.durability);
-  const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
+  const int64_t until = qkv_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   for (;;) {
     bool full = false;
@@ -206,10 +207,10 @@ qkv_status qkvi_object_sync(qkvi_objects *objects, const qkv_rpc_call *call, qkv
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     const qkv_status failure = tier->health(tier->context, object->number);
     const char *state = listed ? "held, but not durable" : "not kept";
-    if (qkv_account_is_full_ssd(object->account) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
+    if (qkv_account_is_full_ssd(object->account) && qkv_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: quota ssd_bytes of tenant %s is full",
                       object->config.name, state, object->config.tenant);
-    if (failure != QKV_OK || qkvi_now_ms() > until)
+    if (failure != QKV_OK || qkv_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "object %s is %s: %s", object->config.name, state,
                       failure == QKV_RESOURCE_EXHAUSTED ? "the disk or storage-budget is full"
                       : failure != QKV_OK               ? "the disk failed"
@@ -272,7 +273,7 @@ qkv_status qkvi_object_read(qkvi_objects *objects, qkvi_object *object, size_t p
   const void *data = at->data;
   const uint64_t record = at->record;
   const bool gone = data == NULL && (object->removed || record == 0);
-  if (object->removed) object->used_ms = qkvi_now_ms();
+  if (object->removed) object->used_ms = qkv_now_ms();
   at->users++;
   qkvi_objects_unlock(objects);
   qkv_status status = QKV_OK;

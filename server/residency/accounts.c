@@ -1,4 +1,5 @@
 #include "server/residency/accounts.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <inttypes.h>
@@ -85,7 +86,7 @@ static bool seal_one(void *context, qkv_session *session) {
   sealing *on = context;
   const uint64_t before = qkv_session_bytes_exact(session);
   if (before == 0 || qkv_session_is_pinned(session)) return true;
-  const bool idle = qkvi_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
+  const bool idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
   const qkv_status status = idle ? qkv_session_seal(session, NULL) : QKV_UNAVAILABLE;
   const uint64_t after = qkv_session_bytes_exact(session);
   if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(on->residency->store), session, after);
@@ -113,7 +114,7 @@ static bool fits(const qkv_account *account, uint64_t bytes) {
 qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *call, qkv_account *account,
                                  uint64_t bytes, qkv_error *error) {
   if (account == NULL || fits(account, bytes)) return QKV_OK;
-  const int64_t until = qkvi_now_ms() + WAIT_MS;
+  const int64_t until = qkv_now_ms() + WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   bool waited = false;
   while (!fits(account, bytes)) {
@@ -128,7 +129,7 @@ qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *
     sealing on = {.residency = residency, .later = pending || !waited};
     (void)each_own(residency, account, QKV_RECENCY_EXACT, seal_one, &on);
     waited = true;
-    if (!on.later || qkvi_write_back_failure(residency) != QKV_OK || qkvi_now_ms() > until)
+    if (!on.later || qkvi_write_back_failure(residency) != QKV_OK || qkv_now_ms() > until)
       return refuse(account, bytes, error);
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_write_back_hasten(residency);
@@ -146,7 +147,7 @@ typedef struct expulsion {
 
 static bool find_one(void *context, qkv_session *session) {
   expulsion *on = context;
-  const bool idle = qkvi_now_ms() - qkv_session_last_used_ms(session) >= EXPEL_IDLE_MS;
+  const bool idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= EXPEL_IDLE_MS;
   if (idle && qkvi_eviction_may_expel(session)) on->session = qkv_session_ref(session);
   return idle && on->session == NULL;
 }

@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "engine/base/clock.h"
 #include "engine/cache/session_spill.h"
 #include "server/residency/internal.h"
 
@@ -9,10 +10,10 @@ enum { SYNC_WAIT_MS = 30000, QUOTA_WAIT_MS = 5000 };
 
 qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_session *session, qkv_error *error) {
   if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
-  const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
+  const int64_t until = qkv_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   while (qkvi_write_back_cuts_waiting(residency)) {
-    if (qkvi_now_ms() > until)
+    if (qkv_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the truncation is not durable yet",
                       qkv_session_name(session));
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
@@ -51,16 +52,16 @@ static bool is_durable(qkvi_residency *residency, qkv_session *session, const ui
 static qkv_status await_durable(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
                                 const uint64_t *ends, qkv_error *error) {
   const qkv_backing *tier = qkv_session_config_of(session)->backing;
-  const int64_t until = qkvi_now_ms() + SYNC_WAIT_MS;
+  const int64_t until = qkv_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   while (!is_durable(residency, session, ends)) {
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     const qkv_status failure = tier == NULL ? QKV_OK : tier->health(tier->context, qkv_session_id(session));
-    if (is_over_quota(session) && qkvi_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
+    if (is_over_quota(session) && qkv_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE,
                       "session %s: the rows are held, but not durable: quota ssd_bytes of tenant %s is full",
                       qkv_session_name(session), qkv_session_config_of(session)->tenant);
-    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkvi_now_ms() > until)
+    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkv_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
                       qkv_session_name(session), refusal(failure));
     if (qkv_session_config_of(session)->durability != QKV_DURABILITY_SYNC) qkvi_write_back_hasten(residency);

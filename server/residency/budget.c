@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/yield.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
@@ -70,7 +71,7 @@ static uint64_t staying(qkvi_residency *residency) {
 
 // Recomputed a few times a second.
 static bool too_much_stays(qkvi_residency *residency, uint64_t most, int64_t *next_ms) {
-  const int64_t now = qkvi_now_ms();
+  const int64_t now = qkv_now_ms();
   if (now < *next_ms) return false;
   *next_ms = now + STAYING_MS;
   return staying(residency) > most;
@@ -99,12 +100,12 @@ static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *c
     const uint64_t taken = qkvi_budget_taken(residency);
     bool later = pending;
     if (!pending && taken > most && qkvi_eviction_seal_idle(residency, taken - most, &later) > 0 &&
-        qkvi_now_ms() < until)
+        qkv_now_ms() < until)
       continue;
     later |= anything_held(residency) || !waited;  // a reservation may be another thread's that holds nothing yet
     waited = true;
     if (qkvi_client_is_gone(call)) break;
-    if (!later || qkvi_write_back_failure(residency) != QKV_OK || qkvi_now_ms() > until ||
+    if (!later || qkvi_write_back_failure(residency) != QKV_OK || qkv_now_ms() > until ||
         too_much_stays(residency, most, &next_ms))
       break;
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
@@ -159,7 +160,7 @@ static qkv_status refuse(const qkvi_residency *residency, uint64_t bytes, qkv_er
 
 qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv_rpc_call *call, size_t held,
                            qkv_error *error) {
-  *turn = (qkvi_turn){.residency = residency, .call = call, .held = held, .until_ms = qkvi_now_ms() + WAIT_MS};
+  *turn = (qkvi_turn){.residency = residency, .call = call, .held = held, .until_ms = qkv_now_ms() + WAIT_MS};
   qkv_yield_rest();
   join_turns(turn);
   for (uint64_t seen = qkvi_progress_count(residency); !is_first(turn);) {
@@ -169,7 +170,7 @@ qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv
     }
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
   }
-  const int64_t least = qkvi_now_ms() + QKVI_STEP_MS;  // even if the turn took long to come
+  const int64_t least = qkv_now_ms() + QKVI_STEP_MS;  // even if the turn took long to come
   if (turn->until_ms < least) turn->until_ms = least;
   return QKV_OK;
 }

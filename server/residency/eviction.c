@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <jansson.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/log.h"
 #include "engine/cache/session_spill.h"
 #include "server/auth/identity.h"
@@ -79,7 +80,7 @@ uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EXACT);
     if (session == NULL) break;
     if (qkv_session_bytes_exact(session) > 0 && !qkv_session_is_pinned(session)) {
-      *left = qkvi_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
+      *left = qkv_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
       if (!*left) sealed += seal_session(residency, session);
     }
     qkv_session_unref(&session);
@@ -117,7 +118,7 @@ static bool is_over_ssd(const qkv_session *session) {
 // used just now. Of tenants above their guaranteed part there, or with `all` of any.
 static qkv_session *find_expelled(qkvi_residency *residency, qkv_recency_list list, bool all) {
   qkv_recency *recency = qkv_store_recency(residency->store);
-  const int64_t now = qkvi_now_ms();
+  const int64_t now = qkv_now_ms();
   qkv_session *session;
   qkv_recency_begin(recency, list);
   while ((session = qkv_recency_next(recency, list)) != NULL) {

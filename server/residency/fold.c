@@ -1,4 +1,5 @@
 #include "server/residency/fold.h"
+#include "engine/base/clock.h"
 
 #include <jansson.h>
 #include <stdlib.h>
@@ -72,15 +73,15 @@ static void set_metrics(qkvi_residency *residency) {
 bool qkvi_fold_step(qkvi_residency *residency, int64_t after_ms) {
   if (residency == NULL || after_ms == 0) return false;
   qkv_recency *recency = qkv_store_recency(residency->store);
-  const int64_t began = qkvi_now_ms();
+  const int64_t began = qkv_now_ms();
   bool more = false;
   qkv_recency_begin(recency, QKV_RECENCY_SUNK);
   for (qkv_session *session; (session = qkv_recency_next(recency, QKV_RECENCY_SUNK)) != NULL;) {
-    const bool idle = qkvi_now_ms() - qkv_session_sunk_since_ms(session) >= after_ms;
+    const bool idle = qkv_now_ms() - qkv_session_sunk_since_ms(session) >= after_ms;
     const bool folded = idle && may_fold(residency, session) && qkv_store_fold(residency->store, session);
-    if (idle && !folded) qkv_session_fold_later(session, qkvi_now_ms());
+    if (idle && !folded) qkv_session_fold_later(session, qkv_now_ms());
     qkv_session_unref(&session);
-    more = idle && qkvi_now_ms() - began >= STEP_MS;
+    more = idle && qkv_now_ms() - began >= STEP_MS;
     if (!idle || more) break;
   }
   qkv_recency_end(recency, QKV_RECENCY_SUNK);

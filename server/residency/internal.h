@@ -161,7 +161,6 @@ uint64_t qkvi_restore_window(const qkvi_residency *residency, uint64_t taken);
 
 #define QKVI_STEP_MS 20  // a waiting thread checks its condition at least so often
 
-int64_t qkvi_now_ms(void);
 // Whether the client no longer waits for the call's result; NULL: false.
 bool qkvi_client_is_gone(const qkv_rpc_call *call);
 void qkvi_residency_lock(qkvi_residency *residency);

@@ -4,14 +4,9 @@
 #include <pthread.h>
 #include <time.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/yield.h"
 #include "server/residency/internal.h"
-
-int64_t qkvi_now_ms(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 void qkvi_residency_lock(qkvi_residency *residency) {
   const int failed = pthread_mutex_lock(&residency->lock);

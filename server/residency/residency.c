@@ -1,4 +1,5 @@
 #include "server/residency/residency.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <jansson.h>
@@ -113,7 +114,7 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
   residency->failure = QKV_OK;  // writing is tried again
   residency->pause_ms = residency->retry_ms = 0;
   qkvi_residency_unlock(residency);
-  const int64_t until = qkvi_now_ms() + wait_ms;
+  const int64_t until = qkv_now_ms() + wait_ms;
   uint64_t seen = qkvi_progress_count(residency);
   size_t count;
   qkv_session **sessions = qkvi_residency_sessions(residency, &count);
@@ -125,7 +126,7 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
     left += qkvi_objects_settle(residency->objects) ? 0 : 1;
     left = left > unsealed ? left : unsealed;
     const bool waiting = qkvi_write_back_cuts_waiting(residency) || qkvi_closes_waiting(residency);
-    if ((left == 0 && !waiting) || qkvi_now_ms() > until) break;
+    if ((left == 0 && !waiting) || qkv_now_ms() > until) break;
     if (qkvi_write_back_failure(residency) != QKV_OK) break;
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
   }

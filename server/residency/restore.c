@@ -3,8 +3,8 @@
 #include <inttypes.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <time.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/histogram.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
@@ -350,12 +350,6 @@ static qkv_status restore(restoring *all, qkv_error *error) {
                   qkv_session_name(wanted->session), wanted->layer);
 }
 
-static double seconds(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 // Of two concurrent updates one may be lost.
 static void note_rate(qkvi_residency *residency, uint64_t bytes, double took) {
   if (bytes < RATED_BYTES || took <= 0) return;
@@ -374,11 +368,11 @@ qkv_status qkvi_restore(qkvi_residency *residency, const qkvi_wanted *wanted, ui
   qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
   QKV_TRY(qkvi_unfold(residency, wanted->call, wanted->session, &waits, error));
   if (!enter(&all)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-  const double began = seconds();
+  const double began = qkv_now_s();
   const uint64_t began_ns = qkv_stage_now();
   const qkv_status status = restore(&all, &reason);
   qkv_stage_add(QKV_STAGE_RESTORE, began_ns);
-  note_rate(residency, atomic_load(&all.bytes), seconds() - began);
+  note_rate(residency, atomic_load(&all.bytes), qkv_now_s() - began);
   leave(&all);
   if (headroom != NULL)
     *headroom += all.reservation;

@@ -1,6 +1,7 @@
 // The thread of the residency: settles what is not durable, and counts the directory of records.
 #include <stdatomic.h>
 
+#include "engine/base/clock.h"
 #include "engine/cache/session_spill.h"
 #include "server/metrics.h"
 #include "server/residency/accounts.h"
@@ -60,7 +61,7 @@ static void keep_limit(qkvi_residency *residency) {
 }
 
 static void keep_counts(qkvi_residency *residency) {
-  const int64_t now = qkvi_now_ms();
+  const int64_t now = qkv_now_ms();
   if (now < residency->counted_ms + COUNT_MS) return;
   residency->counted_ms = now;
   qkvi_write_back_forget_gone(residency);

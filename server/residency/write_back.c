@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/log.h"
 #include "server/metrics.h"
 #include "server/residency/internal.h"
@@ -38,7 +39,7 @@ void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status) 
             "status", qkv_status_name(status));
   residency->failure = status;
   residency->full |= status == QKV_RESOURCE_EXHAUSTED;
-  const int64_t now = qkvi_now_ms();
+  const int64_t now = qkv_now_ms();
   if (now >= residency->retry_ms) {  // of many that fail at once one counts
     const int64_t pause = residency->pause_ms == 0 ? PAUSE_MS : 2 * residency->pause_ms;
     residency->pause_ms = pause < PAUSE_MAX_MS ? pause : PAUSE_MAX_MS;
@@ -50,7 +51,7 @@ void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status) 
 
 // A record that was accepted before the failure does not end the pause.
 void qkvi_write_back_note_success(qkvi_residency *residency) {
-  if (residency->failure != QKV_OK && qkvi_now_ms() < residency->retry_ms) return;
+  if (residency->failure != QKV_OK && qkv_now_ms() < residency->retry_ms) return;
   if (residency->failure != QKV_OK) qkv_log(QKV_LOG_INFO, "the data directory takes pages again", NULL);
   residency->failure = QKV_OK;
   residency->pause_ms = residency->retry_ms = 0;
@@ -110,7 +111,7 @@ void qkvi_write_back_hasten(qkvi_residency *residency) {
 
 bool qkvi_write_back_rests(qkvi_residency *residency) {
   qkvi_residency_lock(residency);
-  const bool rests = residency->retry_ms != 0 && qkvi_now_ms() < residency->retry_ms;
+  const bool rests = residency->retry_ms != 0 && qkv_now_ms() < residency->retry_ms;
   qkvi_residency_unlock(residency);
   return rests;
 }

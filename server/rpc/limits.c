@@ -1,4 +1,5 @@
 #include "server/rpc/limits.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <inttypes.h>
@@ -7,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -51,12 +51,6 @@ struct qkvi_rpc_limits {
   uint64_t silent_ended, stalled_ended;
   int64_t looked_ms;  // when calls that are not silent were last checked
 };
-
-static int64_t now_ms(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 bool qkvi_rpc_is_control(const char *path) {
   return strcmp(path, "/grpc.health.v1.Health/Check") == 0 || strncmp(path, "/qkv.v1.Admin/", 14) == 0;
@@ -276,7 +270,7 @@ static void leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
 qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
                                  const char *tenant, qkv_error *error) {
   grpc_call *victim = NULL;
-  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = now_ms(), .metered = kind == QKVI_RPC_CALL};
+  *place = (qkvi_rpc_place){.kind = kind, .begun_ms = qkv_now_ms(), .metered = kind == QKVI_RPC_CALL};
   pthread_mutex_lock(&limits->lock);
   place->connection = join_group(&limits->connections, peer);
   place->tenant = join_tenant(limits, tenant);
@@ -320,7 +314,7 @@ typedef struct late_call {
 } late_call;
 
 static size_t take_silent(qkvi_rpc_limits *limits, late_call *late) {
-  const int64_t most = limits->config.first_message_ms, before = now_ms() - most;
+  const int64_t most = limits->config.first_message_ms, before = qkv_now_ms() - most;
   size_t found = 0;
   while (most > 0 && found < VICTIMS && limits->silent.oldest != NULL && limits->silent.oldest->begun_ms < before)
     late[found++] = (late_call){.grpc = evict(limits, limits->silent.oldest),
@@ -361,7 +355,7 @@ static size_t take_stalled(qkvi_rpc_limits *limits, late_call *late, size_t foun
 static size_t take_late(qkvi_rpc_limits *limits, late_call *late) {
   pthread_mutex_lock(&limits->lock);
   size_t found = take_silent(limits, late);
-  const int64_t now = now_ms();
+  const int64_t now = qkv_now_ms();
   if (now - limits->looked_ms >= LOOK_MS) {
     found = take_stalled(limits, late, found);
     if (found < VICTIMS) limits->looked_ms = now;

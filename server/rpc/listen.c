@@ -27,6 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "engine/base/clock.h"
 #include "engine/base/log.h"
 #include "server/rpc/inspect.h"
 #include "server/rpc/internal.h"
@@ -352,12 +353,6 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
   }  // else the connection is gone again
 }
 
-static int64_t now_ms(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 static bool waits(const accepted_batch *batch) {
   for (size_t i = 0; i < batch->count; i++) {
     if (qkvi_inspect_waits(batch->connections[i])) return true;
@@ -367,10 +362,10 @@ static bool waits(const accepted_batch *batch) {
 
 // After a connection has come, or none. Waits after the last one of a batch, unless the listener is woken.
 static void pace(accepted_batch *batch, struct pollfd *wake) {
-  if (batch->count <= 1) batch->begun_ms = now_ms();
+  if (batch->count <= 1) batch->begun_ms = qkv_now_ms();
   if (batch->count < ACCEPT_BATCH) return;
   for (;;) {
-    const int64_t passed = now_ms() - batch->begun_ms;
+    const int64_t passed = qkv_now_ms() - batch->begun_ms;
     if (passed >= ACCEPT_BATCH_MS && (passed >= ACCEPT_READ_MS || !waits(batch))) break;
     if (poll(wake, 1, passed < ACCEPT_BATCH_MS ? (int)(ACCEPT_BATCH_MS - passed) : ACCEPT_LOOK_MS) > 0) break;
   }

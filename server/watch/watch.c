@@ -1,4 +1,5 @@
 #include "server/watch/watch.h"
+#include "engine/base/clock.h"
 
 #include <assert.h>
 #include <pthread.h>
@@ -53,12 +54,6 @@ struct qkvi_watch_hub {
   bool running;
 };
 
-static int64_t now_ms(void) {
-  struct timespec now;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 static void lock(qkvi_watch_hub *hub) {
   int failed = pthread_mutex_lock(&hub->lock);
   assert(failed == 0);
@@ -105,7 +100,7 @@ static bool is_due(const watcher *at, uint64_t head, int64_t now) {
 
 static watcher *find_due(qkvi_watch_hub *hub) {
   const uint64_t head = qkvi_watch_log_head(hub->log);
-  const int64_t now = now_ms();
+  const int64_t now = qkv_now_ms();
   for (watcher *at = hub->first; at != NULL; at = at->next) {
     if (!at->busy && is_due(at, head, now)) return at;
   }
@@ -183,7 +178,7 @@ static void serve(watcher *at, batch *all) {
   uint8_t *packed = qkvi_watch_pack(&response, all->events, at->wants_ids ? &all->ids[0][0] : NULL, all->count,
                                     is_wanted, at, &bytes, &told);
   qkvi_watch_log_return(at->hub->log, all->events, all->count);
-  if (told == 0 && !first && !ends && now_ms() - at->sent_ms < HEARTBEAT_MS) {
+  if (told == 0 && !first && !ends && qkv_now_ms() - at->sent_ms < HEARTBEAT_MS) {
     free(packed);
     return park(at);
   }
@@ -194,7 +189,7 @@ static void serve(watcher *at, batch *all) {
     unlock(at->hub);
   }
   at->reset = at->missed = false;
-  at->sent_ms = now_ms();
+  at->sent_ms = qkv_now_ms();
   qkv_rpc_send_bytes(at->call, packed, bytes);  // from here on gRPC owns it
   free(packed);
 }
@@ -243,9 +238,9 @@ static void *work(void *context) {
     } else {
       await_work(hub);
     }
-    if (hub->places != NULL && hub->count > 0 && now_ms() - looked_ms >= PLACES_MS) {
+    if (hub->places != NULL && hub->count > 0 && qkv_now_ms() - looked_ms >= PLACES_MS) {
       look_at_places(hub);
-      looked_ms = now_ms();
+      looked_ms = qkv_now_ms();
     }
   }
   unlock(hub);
@@ -312,7 +307,7 @@ static void on_watch(qkv_rpc_call *call, qkv_bytes message) {
   if (status == QKV_OK) {
     qkvi_watch_log_begin(hub->log, at->wants_ids);
     at->cursor = request->after + 1;
-    at->sent_ms = now_ms() - HEARTBEAT_MS;  // something is sent at once
+    at->sent_ms = qkv_now_ms() - HEARTBEAT_MS;  // something is sent at once
     if (request->instance != hub->instance || request->after == 0) begin_snapshot(at, false);
   }
   qkvi_control_free(request);

@@ -1,5 +1,6 @@
 // Sessions whose end or truncation the journal does not take, and forks of one that a kill has shortened, over a real
 // storage in this process.
+#include "engine/base/clock.h"
 #include "server/residency/residency.h"
 
 #include <errno.h>
@@ -21,10 +22,10 @@ int fdatasync(int file) {  // in place of libc's; not io_uring's
 
 // Whether all ends are in the journal, at most a minute later.
 static bool await_closes(qkvi_residency *residency) {
-  const int64_t until = qkvi_now_ms() + 60000;
+  const int64_t until = qkv_now_ms() + 60000;
   for (uint64_t seen = qkvi_progress_count(residency);; seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS)) {
     const bool waiting = qkvi_closes_waiting(residency);
-    if (!waiting || qkvi_now_ms() > until) return !waiting;
+    if (!waiting || qkv_now_ms() > until) return !waiting;
   }
 }
 

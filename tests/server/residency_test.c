@@ -2,6 +2,7 @@
 // that are closed and cut while their pages are written, and files that are compacted meanwhile. Rows are compared,
 // bit for bit, with those of a session that did the same in memory alone. Runs under ThreadSanitizer.
 #include "server/residency/residency.h"
+#include "engine/base/clock.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -178,10 +179,10 @@ static size_t count_pending(qkvi_residency *residency, uint64_t session, qkv_rec
 
 // The same, once there are none or a minute has passed.
 static size_t await_pending(qkvi_residency *residency, uint64_t session, qkv_record_state but) {
-  const int64_t until = qkvi_now_ms() + 60000;
+  const int64_t until = qkv_now_ms() + 60000;
   for (uint64_t seen = qkvi_progress_count(residency);; seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS)) {
     const size_t count = count_pending(residency, session, but);
-    if (count == 0 || qkvi_now_ms() > until) return count;
+    if (count == 0 || qkv_now_ms() > until) return count;
   }
 }
 
@@ -611,8 +612,8 @@ static void test_a_calibration_larger_than_an_entry(void **unused) {
   assert_int_equal(append(&s, session, 0, 0, 64), QKV_OK);
   calibrate(&s, 0);
   assert_int_equal(append(&s, session, 0, 64, 128), QKV_OK);
-  const int64_t until = qkvi_now_ms() + 60000;
-  while ((!has_unfit(s.residency) || !qkv_session_is_durable(session, 0, 64)) && qkvi_now_ms() < until) {
+  const int64_t until = qkv_now_ms() + 60000;
+  while ((!has_unfit(s.residency) || !qkv_session_is_durable(session, 0, 64)) && qkv_now_ms() < until) {
     (void)qkv_session_settle(session);
     (void)usleep(1000);
   }
