@@ -1,4 +1,5 @@
 #include "client/c/socket.h"
+#include "engine/base/clock.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -52,10 +53,15 @@ qkv_status qkvi_target_parse(const char *text, qkvi_target *target, qkv_error *e
   return QKV_OK;
 }
 
-// Waits for a non-blocking connect. 0 or an errno.
+// Waits for a non-blocking connect, whatever signals the program handles meanwhile. 0 or an errno.
 static int wait_connected(int fd, int64_t timeout_ms) {
   struct pollfd poll_fd = {.fd = fd, .events = POLLOUT};
-  int ready = poll(&poll_fd, 1, (int)(timeout_ms < INT32_MAX ? timeout_ms : INT32_MAX));
+  const int64_t until = qkv_now_ms() + timeout_ms;
+  int ready;
+  do {
+    const int64_t left_ms = until - qkv_now_ms();
+    ready = poll(&poll_fd, 1, left_ms < 0 ? 0 : left_ms < INT32_MAX ? (int)left_ms : INT32_MAX);
+  } while (ready < 0 && errno == EINTR);
   if (ready == 0) return ETIMEDOUT;
   if (ready < 0) return errno;
   int reason = 0;

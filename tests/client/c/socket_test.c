@@ -1,12 +1,16 @@
 #include "client/c/socket.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -78,6 +82,43 @@ static void test_nobody_there(void **state) {
   assert_false(retry);
 }
 
+static void on_alarm(int number) {
+  (void)number;
+}
+
+// A signal that the program handles does not end a connect: a listener whose queue is full does not answer.
+static void test_signals(void **state) {
+  (void)state;
+  enum { CLIENTS = 8, ALARM_US = 50000, TIMEOUT_MS = 400 };
+  struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t size = sizeof address;
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  assert_int_equal(bind(listener, (const struct sockaddr *)&address, size), 0);
+  assert_int_equal(listen(listener, 0), 0);
+  assert_int_equal(getsockname(listener, (struct sockaddr *)&address, &size), 0);
+  char text[64];
+  qkvi_target target;
+  snprintf(text, sizeof text, "127.0.0.1:%d", ntohs(address.sin_port));
+  assert_int_equal(qkvi_target_parse(text, &target, NULL), QKV_OK);
+  const struct sigaction handled = {.sa_handler = on_alarm};
+  const struct itimerval often = {{0, ALARM_US}, {0, ALARM_US}}, never = {{0, 0}, {0, 0}};
+  assert_int_equal(sigaction(SIGALRM, &handled, NULL), 0);
+  assert_int_equal(setitimer(ITIMER_REAL, &often, NULL), 0);
+  int fds[CLIENTS];
+  size_t count = 0;
+  qkv_error error = {0};
+  while (count < CLIENTS) {
+    bool retry = false;
+    if (qkvi_socket_connect(&target, TIMEOUT_MS, &fds[count], &retry, &error) != QKV_OK) break;
+    count++;
+  }
+  assert_int_equal(setitimer(ITIMER_REAL, &never, NULL), 0);
+  assert_true(count < CLIENTS);
+  assert_string_equal(error.text, "Connection timed out");
+  while (count > 0) close(fds[--count]);
+  close(listener);
+}
+
 static void test_hung_up(void **state) {
   (void)state;
   int pair[2];
@@ -95,7 +136,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_targets),      cmocka_unit_test(test_refused_targets),
       cmocka_unit_test(test_path_lengths), cmocka_unit_test(test_nobody_there),
-      cmocka_unit_test(test_hung_up),
+      cmocka_unit_test(test_signals),      cmocka_unit_test(test_hung_up),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
