@@ -26,10 +26,10 @@ static qkv_code ask_model(const qkvctl_values *values, qkv_model *model, qkv_pol
   request.name = (char *)(uintptr_t)values->model;  // protobuf-c wants no const
   qkv_client *client = qkvctl_connect(values);
   if (client == NULL) return QKV_UNAVAILABLE;
-  const qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/GetModel", &request.base,
-                                                &qkv__v1__get_model_response__descriptor, &answer, error);
-  if (code == 0) {
-    const Qkv__V1__Model *from = ((const Qkv__V1__GetModelResponse *)answer)->model;
+  qkv_code code = qkv_client_call_message(client, "/qkv.v1.KvCache/GetModel", &request.base,
+                                          &qkv__v1__get_model_response__descriptor, &answer, error);
+  const Qkv__V1__Model *from = code == 0 ? ((const Qkv__V1__GetModelResponse *)answer)->model : NULL;
+  if (from != NULL) {
     model->layers = from->layers;
     model->kv_heads = from->kv_heads;
     model->q_heads = from->q_heads;
@@ -42,10 +42,13 @@ static qkv_code ask_model(const qkvctl_values *values, qkv_model *model, qkv_pol
       policy->bits_v = from->policy->bits_v;
       policy->recent_window = from->policy->recent_window;
     }
-    protobuf_c_message_free_unpacked(answer, NULL);
+  } else if (code == 0) {
+    code = QKV_INTERNAL;
+    (void)qkv_program_failed("the daemon does not describe model %s", values->model);
   } else {
     (void)qkv_program_failed("%s", error->text);
   }
+  if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
   qkv_client_close(&client);
   return code;
 }

@@ -67,6 +67,7 @@ def fails(odd, *arguments, text):
 def test_parts_that_are_not_there(odd):
     odd.will("GetModel", model_pb2.GetModelResponse())
     fails(odd, "share", "m", text="does not describe model m")
+    fails(odd, "size", "--model", "m", "--tokens", "1000", text="does not describe model m")
     odd.will("GetQuota", admin_pb2.GetQuotaResponse(tenants=[admin_pb2.TenantQuota()]))
     fails(odd, "quota", text="a tenant without a quota")
     fails(odd, "quota", "--json", text="a tenant without a quota")
