@@ -11,7 +11,7 @@
 QKV_SIMT_SHAPES(KERNELS_DECLARE)
 #define KERNELS_DECLARE_CALIBRATED(dim) emulator_kernel qkv_simt_calibrated_##dim, qkv_simt_turn_##dim;
 QKV_SIMT_CALIBRATED(KERNELS_DECLARE_CALIBRATED)
-emulator_kernel qkv_simt_merge_partials, qkv_simt_decode_rows;
+emulator_kernel qkv_simt_merge_partials, qkv_simt_decode_rows, qkv_simt_encode_rows;
 
 typedef struct kernels_entry {
   const char *name;
@@ -28,6 +28,7 @@ typedef struct kernels_entry {
 static const kernels_entry kernels_all[] = {
     QKV_SIMT_SHAPES(KERNELS_ENTRY) QKV_SIMT_CALIBRATED(KERNELS_ENTRY_CALIBRATED){
         "qkv_simt_merge_partials", qkv_simt_merge_partials, sizeof(qkv_simt_merge_args)},
-    {"qkv_simt_decode_rows", qkv_simt_decode_rows, sizeof(qkv_simt_decode_args)}};
+    {"qkv_simt_decode_rows", qkv_simt_decode_rows, sizeof(qkv_simt_decode_args)},
+    {"qkv_simt_encode_rows", qkv_simt_encode_rows, sizeof(qkv_simt_encode_args)}};
 
 #endif

@@ -33,6 +33,16 @@ typedef struct launch_decode_work {
 } launch_decode_work;
 void launch_decode(const launch_decode_work *work);
 
+// Rows to codes; each job's rows take tokens * stride bytes, its `out` gets the result.
+typedef struct launch_encode_work {
+  const qkv_simt_encode *jobs;  // [count]
+  const size_t *code_bytes;     // [count]
+  const qkv_simt_encode_tables *tables;
+  uint32_t count, dim;
+  uint64_t order;
+} launch_encode_work;
+void launch_encode(const launch_encode_work *work);
+
 // After the last: the exit status.
 int launch_end(void);
 

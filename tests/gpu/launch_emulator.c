@@ -51,6 +51,16 @@ void launch_decode(const launch_decode_work *work) {
                                   .order = work->order});
 }
 
+void launch_encode(const launch_encode_work *work) {
+  const qkv_simt_encode_args args = {.jobs = work->jobs, .tables = work->tables, .count = work->count};
+  emulator_run(&(emulator_launch){.kernel = kernel_of("qkv_simt_encode_rows"),
+                                  .args = &args,
+                                  .blocks = work->count,
+                                  .threads = QKV_SIMT_ROWS_THREADS(work->dim),
+                                  .shared_bytes = QKV_SIMT_ENCODE_SHARED_BYTES(work->dim),
+                                  .order = work->order});
+}
+
 int launch_end(void) {
   return 0;
 }

@@ -208,6 +208,36 @@ void launch_decode(const launch_decode_work *work) {
     memcpy(work->jobs[i].out, (uint8_t *)results + at, span_of(&work->jobs[i]));
 }
 
+static size_t encoded_bytes(const qkv_simt_encode *job) {
+  return sizeof *job->out + QKV_PAGE_GROUPS * (size_t)job->code->bytes[job->part][job->tier];
+}
+
+void launch_encode(const launch_encode_work *work) {
+  qkv_simt_encode jobs[64];
+  size_t at = 0;
+  if (work->count > 64) exit(1);
+  filled = 0;
+  for (uint32_t i = 0; i < work->count; i++) {
+    const qkv_simt_encode *job = &work->jobs[i];
+    jobs[i] = *job;
+    jobs[i].rows = put(job->rows, job->tokens * job->stride);
+    jobs[i].code = put(job->code, work->code_bytes[i]);
+    if (at + encoded_bytes(job) > AREA_BYTES) exit(1);
+    jobs[i].out = (qkv_simt_encoded *)(uintptr_t)(results_at + at);
+    at += (encoded_bytes(job) + 15) / 16 * 16;
+  }
+  const qkv_simt_encode_args args = {.jobs = put(jobs, work->count * sizeof *jobs),
+                                     .tables = put(work->tables, sizeof *work->tables),
+                                     .count = work->count};
+  MUST(MemcpyHtoDAsync(area, copy, filled, stream));
+  run("qkv_simt_encode_rows", QKV_SIMT_ENCODE_SHARED_BYTES(work->dim), work->count, QKV_SIMT_ROWS_THREADS(work->dim),
+      &args, sizeof args);
+  wait();
+  at = 0;
+  for (uint32_t i = 0; i < work->count; at += (encoded_bytes(&work->jobs[i]) + 15) / 16 * 16, i++)
+    memcpy(work->jobs[i].out, (uint8_t *)results + at, encoded_bytes(&work->jobs[i]));
+}
+
 // ---- Times ----
 //
 // One layer of 131072 tokens and 8 KV heads of 128, four query heads each: 32 ranges of 64 pages of any codes;

@@ -23,6 +23,7 @@ QKV_SIMT_SHAPES(RUN_SHAPE)
 QKV_SIMT_CALIBRATED(RUN_CALIBRATED)
 RUN(qkv_simt_merge_partials)
 RUN(qkv_simt_decode_rows)
+RUN(qkv_simt_encode_rows)
 
-const fake_cuda_kernel fake_cuda_kernels[] = {QKV_SIMT_SHAPES(ROW_SHAPE) QKV_SIMT_CALIBRATED(ROW_CALIBRATED)
-                                                  ROW(qkv_simt_merge_partials) ROW(qkv_simt_decode_rows){0}};
+const fake_cuda_kernel fake_cuda_kernels[] = {QKV_SIMT_SHAPES(ROW_SHAPE) QKV_SIMT_CALIBRATED(ROW_CALIBRATED) ROW(
+    qkv_simt_merge_partials) ROW(qkv_simt_decode_rows) ROW(qkv_simt_encode_rows){0}};

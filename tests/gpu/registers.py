@@ -10,7 +10,7 @@ import sys
 REGISTERS_MAX = {"sm_80": 128, "sm_90": 128}
 REGISTERS_MAX_LATER = 168
 SHAPES = [f"{dim}x{rows}" for dim in (64, 128) for rows in ("4_q1w1", "8_q1w1", "4_q2w1", "4_q2w2")]
-KERNELS = ({f"qkv_simt_attend_{shape}" for shape in SHAPES} | {"qkv_simt_merge_partials", "qkv_simt_decode_rows"}
+KERNELS = ({f"qkv_simt_attend_{shape}" for shape in SHAPES} | {"qkv_simt_merge_partials", "qkv_simt_decode_rows", "qkv_simt_encode_rows"}
            | {f"qkv_simt_{kind}_{dim}" for kind in ("calibrated", "turn") for dim in (64, 128)})
 
 

@@ -1,5 +1,5 @@
-// Rows of pages made by the kernels against the codec, bit by bit: pages of any code, frame, anchors, factors and
-// tiers, as the codec makes them from rows with outliers.
+// Rows of pages made by the kernels against the codec, and codes against encode_rows, bit by bit: pages of any code,
+// frame, anchors, factors and tiers, as the codec makes them from rows with outliers.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -38,9 +38,13 @@ typedef struct rows_case {
 } rows_case;
 
 static qkv_simt_row_tables tables;
+static qkv_simt_encode_tables encode_tables;
 static uint64_t first_seed;
 
-static struct { size_t rows, kept, chains, segments, anchors, factors, depths[QKV_DEPTH_MAX + 1]; } met;
+static struct {
+  size_t rows, kept, chains, segments, anchors, factors, depths[QKV_DEPTH_MAX + 1], encoded, zero,
+      coded[QKV_DEPTH_MAX + 1];
+} met;
 
 static void *allocate(size_t bytes) {
   void *made = aligned_alloc(ALIGN, (bytes + ALIGN - 1) / ALIGN * ALIGN);
@@ -291,6 +295,98 @@ static void test_calibrated(void **unused) {
   }
 }
 
+// ---- Codes ----
+
+typedef struct encode_case {
+  uint16_t dim;
+  qkv_part part;
+  unsigned tier;
+  uint32_t tokens;
+  qkv_dtype dtype;
+  bool banded;
+  uint64_t seed;
+} encode_case;
+
+// Rows of all sizes, some of zeros, some with one large number.
+static void *make_source(const encode_case *c, naive_random *random, size_t stride) {
+  uint8_t *rows = allocate(c->tokens * stride);
+  float row[QKV_DIM_MAX];
+  for (size_t t = 0; t < c->tokens; t++) {
+    const float size = naive_below(random, 12) == 0 ? 0 : expf((float)naive_below(random, 20) - 14);
+    for (size_t i = 0; i < c->dim; i++) row[i] = size * (float)naive_gaussian(random);
+    if (naive_below(random, 5) == 0) row[naive_below(random, c->dim)] *= 40;
+    qkv_from_float(c->dtype, row, rows + t * stride, c->dim);
+  }
+  return rows;
+}
+
+static void check_encode(const encode_case *c) {
+  naive_random random = {c->seed + first_seed};
+  qkv_coder *coder = coder_create(1, c->dim, c->dim, 4, 4, QKV_FRAME_PLAIN, NULL);
+  const size_t row_bytes = c->dim * qkv_dtype_size(c->dtype), stride = row_bytes + 16 * naive_below(&random, 3);
+  qkv_schedule schedule = *qkv_embedded(coder)->heads[0].schedules[c->part];
+  if (c->banded) naive_schedule(&random, c->dim, &schedule);
+  ((qkv_head_coder *)qkv_embedded(coder)->heads)->schedules[c->part] = &schedule;
+  uint8_t *source = make_source(c, &random, stride);
+  const size_t bytes = QKV_PAGE_GROUPS * qkv_schedule_group_bytes(&schedule, c->tier);
+  const size_t code_bytes = qkv_device_code_bytes(coder, 0, c->part);
+  void *code = allocate(code_bytes);
+  qkv_simt_encoded *made = allocate(sizeof *made + bytes), *expected = allocate(sizeof *made + bytes);
+  qkv_device_fill_code(coder, 0, c->part, code);
+  const qkv_simt_encode job = {.rows = source,
+                               .stride = stride,
+                               .code = code,
+                               .out = made,
+                               .tokens = c->tokens,
+                               .tier = c->tier,
+                               .part = c->part,
+                               .dtype = c->dtype};
+  launch_encode(&(launch_encode_work){.jobs = &job,
+                                      .code_bytes = &code_bytes,
+                                      .tables = &encode_tables,
+                                      .count = 1,
+                                      .dim = c->dim,
+                                      .order = c->seed % 8});
+  const qkv_rows rows = {.dtype = c->dtype, .data = source, .stride = stride, .bytes = row_bytes};
+  memset((void *)(expected + 1), 0, bytes);
+  qkv_kernels_get()->encode_rows(c->part, &schedule, c->tier, &rows, c->tokens, expected->gains,
+                                 (uint8_t *)(expected + 1), expected->errors, expected->squares);
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    if (made->gains[t] == expected->gains[t] && made->errors[t] == expected->errors[t] &&
+        made->squares[t] == expected->squares[t])
+      continue;
+    fail_msg("seed %llu, token %zu: gain %u, %u expected; error %a, %a expected; square %a, %a expected",
+             (unsigned long long)c->seed, t, made->gains[t], expected->gains[t], (double)made->errors[t],
+             (double)expected->errors[t], (double)made->squares[t], (double)expected->squares[t]);
+  }
+  assert_memory_equal(made + 1, expected + 1, bytes);
+  met.encoded += c->tokens;
+  for (size_t t = 0; t < c->tokens; t++) met.zero += made->gains[t] == 0;
+  for (unsigned d = 1; d <= QKV_DEPTH_MAX; d++) met.coded[d] += schedule.reach[c->tier][d] > 0;
+  free(source);
+  free(code);
+  free(made);
+  free(expected);
+  coder_destroy(coder);
+}
+
+// Uniform depths of all bits and parts of bits, and schedules of any kind.
+static void test_encode(void **unused) {
+  (void)unused;
+  static const uint16_t dims[] = {64, 128, 96, 8, 80, 72, 256, 24};
+  static const qkv_dtype dtypes[] = {QKV_FP16, QKV_BF16, QKV_FP32};
+  for (unsigned i = 0; i < 64; i += EVERY) {
+    naive_random random = {2400 + i};
+    check_encode(&(encode_case){.dim = dims[i % 8],
+                                .part = (qkv_part)(i / 8 % 2),
+                                .tier = i % 3 == 0 ? 8 * (1 + i / 3 % 8) : 1 + naive_below(&random, QKV_TIER_MAX),
+                                .tokens = tokens_of(&random),
+                                .dtype = dtypes[i / 2 % 3],
+                                .banded = i % 3 == 2,
+                                .seed = 2400 + i});
+  }
+}
+
 static void test_met(void **unused) {
   (void)unused;
   print_message(
@@ -298,17 +394,19 @@ static void test_met(void **unused) {
       met.rows, met.anchors, met.chains, met.segments, met.factors, met.kept);
   assert_true(met.rows > 0 && met.kept > 0 && met.segments > 0 && met.anchors > met.chains && met.factors > 0);
   for (unsigned d = 0; d <= QKV_DEPTH_MAX; d++) assert_true(met.depths[d] > 0);
+  print_message("%zu rows coded, %zu of them as zeros\n", met.encoded, met.zero);
+  assert_true(met.encoded > met.zero && met.zero > 0);
+  for (unsigned d = 1; d <= QKV_DEPTH_MAX; d++) assert_true(met.coded[d] > 0);
 }
 
 int main(int argc, char **argv) {
   if (!launch_begin(argc, argv, &first_seed)) return 77;
   qkv_kernels_setup(UINT32_MAX);
   qkv_simt_row_tables_fill(&tables);
+  qkv_simt_encode_tables_fill(&encode_tables);
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_data_free),
-      cmocka_unit_test(test_predictions),
-      cmocka_unit_test(test_calibrated),
-      cmocka_unit_test(test_met),
+      cmocka_unit_test(test_data_free), cmocka_unit_test(test_predictions), cmocka_unit_test(test_calibrated),
+      cmocka_unit_test(test_encode),    cmocka_unit_test(test_met),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   return failed != 0 ? failed : launch_end();

@@ -282,6 +282,15 @@ MUTANTS = [
     ("gpu: outlier keys turn like the other rows", "engine/kernel/simt/decode.c",
      "is_kept(kept, token) ?",
      "is_kept(kept, token + TILE_TOKENS) ?", "gpu/rows"),
+    ("gpu: a scale is judged before all lanes have their sums", "engine/kernel/simt/encode.c",
+     "i / TILE_TOKENS, i % TILE_TOKENS);\n    simt_sync_block();",
+     "i / TILE_TOKENS, i % TILE_TOKENS);", "gpu/rows"),
+    ("gpu: codes are those of the first scale", "engine/kernel/simt/encode.c",
+     "e->states->best[token], *number",
+     "e->states->best[token] / 4, *number", "gpu/rows"),
+    ("gpu: a line of 16 bytes behind one of 32 is taken for its end", "engine/kernel/simt/encode.c",
+     "bytes >= 32 && left < 32 ? 1 : 0",
+     "bytes >= 32 ? 1 : 0", "gpu/rows"),
 ]
 
 

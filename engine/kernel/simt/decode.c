@@ -4,8 +4,6 @@
 #include "engine/kernel/simt/tile.h"
 
 #define ROWS_THREADS_MAX 576
-#define DTYPE_FP32 1u  // qkv_dtype (engine/base/tensor.h)
-#define DTYPE_FP16 2u
 #define OUTLIER_WIDE_ROW 0x80u
 #define OUTLIER_SLOT_BITS 0x3fu
 
@@ -351,10 +349,10 @@ SIMT_INLINE void write_rows(const qkv_simt_decode *job, const float *tile) {
       if (token < job->first || token >= job->end) continue;
       uint8_t *row = job->out + (token - job->first) * job->stride;
       const float value = simt_float(four.words[k]);
-      if (job->dtype == DTYPE_FP32) {
+      if (job->dtype == TILE_FP32) {
         ((float *)(void *)row)[c] = value;
       } else {
-        ((uint16_t *)(void *)row)[c] = (uint16_t)(job->dtype == DTYPE_FP16 ? half_of(value) : bf16_of(value));
+        ((uint16_t *)(void *)row)[c] = (uint16_t)(job->dtype == TILE_FP16 ? half_of(value) : bf16_of(value));
       }
     }
   }
@@ -363,9 +361,10 @@ SIMT_INLINE void write_rows(const qkv_simt_decode *job, const float *tile) {
 SIMT_KERNEL(qkv_simt_decode_rows, qkv_simt_decode_args, ROWS_THREADS_MAX, 1) {
   const qkv_simt_decode *job = &args->jobs[simt_block()];
   const qkv_simt_code *code = job->code;
-  const qkv_simt_row_tables *tables = tile_take_tables(args->tables);
-  float *tile = tile_numbers();
+  const qkv_simt_row_tables *tables = (const qkv_simt_row_tables *)(const void *)simt_shared();
+  float *tile = (float *)(void *)(simt_shared() + sizeof *tables);
   const kept_rows kept = find_kept(job);
+  tile_take_tables(args->tables, sizeof *tables / 4);
   simt_sync_block();
   take_codes(job, tables, tile);
   if (job->part == 1 && kept.count > 0) put_kept(job, &kept, tile);

@@ -100,6 +100,22 @@ void qkv_simt_row_tables_fill(qkv_simt_row_tables *tables) {
   memcpy(tables->gains, qkvi_integers.gains, sizeof tables->gains);
 }
 
+void qkv_simt_encode_tables_fill(qkv_simt_encode_tables *tables) {
+  _Static_assert((int)QKV_SIMT_ENCODE_SCALES == QKVI_SCALES && sizeof *tables % 16 == 0, "tables");
+  memset(tables, 0, sizeof *tables);
+  qkv_simt_row_tables_fill(&tables->rows);
+  memcpy(tables->scales, qkvi_tables.scales, sizeof tables->scales);
+  tables->step = qkvi_integers.step;
+  tables->inverse_step = qkvi_tables.inverse_step;
+  memcpy(tables->gain_middles, qkvi_tables.gain_middles, sizeof tables->gain_middles);
+  for (size_t depth = 2; depth <= QKV_DEPTH_MAX; depth++) {
+    const size_t cells = (size_t)1 << (depth - 2);
+    memcpy(tables->middles + cells, qkvi_tables.middles[depth], cells * sizeof *tables->middles);
+  }
+  memcpy(tables->cells, qkvi_tables.cells, sizeof tables->cells);
+  memcpy(tables->units, qkvi_integers.units, sizeof tables->units);
+}
+
 // ---- Queries and results ----
 
 void qkv_simt_queries_fill(const qkv_simt_shape *shape, const qkv_integer_queries *integers, const float *rows,

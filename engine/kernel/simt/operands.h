@@ -33,6 +33,7 @@ size_t qkv_simt_query_bytes(const qkv_simt_shape *shape);
 // Of the CPU's tables (kernel/table.h), which are filled.
 void qkv_simt_tables_fill(qkv_simt_tables *tables);
 void qkv_simt_row_tables_fill(qkv_simt_row_tables *tables);
+void qkv_simt_encode_tables_fill(qkv_simt_encode_tables *tables);
 
 // Rows [first, first + count) of a block, at most those of the shape, to `out` [QKV_SIMT_QUERY_BYTES(dim)].
 // `integers` are the block's queries as `prepare` (kernel/kernel.h) makes them, rows [integers->count][dim] the

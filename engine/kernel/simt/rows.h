@@ -1,5 +1,5 @@
-// Rows of pages on a GPU: what the host gives to the kernels of decode.c, and gets from them. In C17 and CUDA C++.
-// All pointers in these structures are addresses on the device.
+// Rows of pages on a GPU: what the host gives to the kernels of decode.c and encode.c, and gets from them. In C17 and
+// CUDA C++. All pointers in these structures are addresses on the device.
 //
 // A *job* is one head's keys or values of a page. A block of threads takes a job: its rows lie in shared memory, by
 // coordinate. Pages are taken as they lie in memory and on the SSD (engine/codec/page.h): embedded codec, any tiers
@@ -67,6 +67,58 @@ typedef struct qkv_simt_decode_args {
   const qkv_simt_row_tables *tables;
   uint32_t count;
 } qkv_simt_decode_args;
+
+// ---- Rows to codes ----
+//
+// What the CPU's encode_rows (engine/kernel/kernel.h) makes of the rows of one head's keys or values: those of a
+// data-free code, of any schedule. Outlier rows, anchors and the page's image are the host's.
+
+enum {
+  QKV_SIMT_ENCODE_DIM_MAX = 512,
+  QKV_SIMT_ENCODE_SCALES = 3,
+  QKV_SIMT_ENCODE_DEPTHS = 5,  // of coordinates of up to four bits
+};
+
+// qkv_simt_encode_tables_fill (operands.h). 16-byte aligned.
+typedef struct qkv_simt_encode_tables {
+  qkv_simt_row_tables rows;
+  float scales[QKV_SIMT_ENCODE_SCALES], step, inverse_step;
+  float gain_middles[8];
+  uint32_t unused[3];
+  uint32_t
+      middles[128];  // boundaries that split positive cells, as bits of floats: cell c of depth d at 2^(d - 2) + c
+  uint8_t cells[QKV_SIMT_ENCODE_SCALES][256];
+  uint8_t units[QKV_SIMT_ENCODE_SCALES][QKV_SIMT_ENCODE_DEPTHS][256];
+} qkv_simt_encode_tables;
+
+// A result: this, then the codes of four groups, one after the other. 16-byte aligned.
+typedef struct qkv_simt_encoded {
+  float errors[64], squares[64];
+  uint8_t gains[64];
+} qkv_simt_encoded;
+
+typedef struct qkv_simt_encode {
+  const uint8_t *rows;        // that of token 0
+  uint64_t stride;            // bytes from a row to the next
+  const qkv_simt_code *code;  // of the part
+  qkv_simt_encoded *out;
+  uint32_t tokens, tier;  // tier: at least 1
+  uint32_t part, dtype;   // qkv_part, qkv_dtype
+} qkv_simt_encode;
+
+// Of the kernel qkv_simt_encode_rows: a block for each job, of QKV_SIMT_ROWS_THREADS(the widest job's dim) threads.
+typedef struct qkv_simt_encode_args {
+  const qkv_simt_encode *jobs;  // [count]
+  const qkv_simt_encode_tables *tables;
+  uint32_t count;
+} qkv_simt_encode_args;
+
+// Shared memory: tables, sums [4][16 lanes][64 tokens], a state for each token, the tile.
+#define QKV_SIMT_ENCODE_SUM_BYTES (4 * 16 * 64 * 4)
+#define QKV_SIMT_ENCODE_STATE_BYTES 2304
+#define QKV_SIMT_ENCODE_SHARED_BYTES(dim)                                                     \
+  (sizeof(qkv_simt_encode_tables) + QKV_SIMT_ENCODE_SUM_BYTES + QKV_SIMT_ENCODE_STATE_BYTES + \
+   4 * QKV_SIMT_ROWS_STRIDE * (dim))
 
 #define QKV_SIMT_ROWS_THREADS(dim) (((dim) + 31) / 32 * 32)
 // From a coordinate to the next, in floats: four tokens of eight coordinates lie in different banks.

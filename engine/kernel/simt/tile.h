@@ -12,17 +12,15 @@
 #define TILE_BAND 8u
 #define TILE_STRIDE ((unsigned)QKV_SIMT_ROWS_STRIDE)
 
-SIMT_INLINE float *tile_numbers(void) {
-  return (float *)(void *)(simt_shared() + sizeof(qkv_simt_row_tables));
+// Words of tables, in shared memory; the block meets before they are read.
+SIMT_INLINE void tile_take_tables(const void *from, unsigned words) {
+  for (unsigned i = simt_thread(); i < words; i += simt_threads())
+    ((uint32_t *)(void *)simt_shared())[i] = ((const uint32_t *)from)[i];
 }
 
-// The tables, in shared memory; the block meets before they are read.
-SIMT_INLINE const qkv_simt_row_tables *tile_take_tables(const qkv_simt_row_tables *from) {
-  uint32_t *to = (uint32_t *)(void *)simt_shared();
-  for (unsigned i = simt_thread(); i < sizeof *from / 4; i += simt_threads())
-    to[i] = ((const uint32_t *)(const void *)from)[i];
-  return (const qkv_simt_row_tables *)(const void *)simt_shared();
-}
+// qkv_dtype (engine/base/tensor.h)
+#define TILE_FP32 1u
+#define TILE_FP16 2u
 
 // ---- Where codes lie (engine/codec/page.h) ----
 
