@@ -141,7 +141,8 @@ static void delta_decode(const qkv_part_coder *coder, const uint8_t *block, floa
     if (starts >> t & 1) {
       decode_anchor(coder, block, anchor++, rows);
     } else {
-      for (size_t c = 0; c < coder->dim; c++) rows[c] += rows[c - coder->dim];
+      const float *before = rows - coder->dim;
+      for (size_t c = 0; c < coder->dim; c++) rows[c] += before[c];
     }
   }
 }
@@ -169,7 +170,7 @@ static const char *delta_validate(const qkv_part_coder *coder, const uint8_t *bl
   const uint64_t starts = starts_of(block);
   const size_t anchors = (size_t)__builtin_popcountll(starts);
   if ((starts & 1) == 0) return "the first row is no anchor";
-  if (anchors > anchors_of(coder)) return "there are more anchors than the block has room for";
+  if (anchors > anchors_of(coder)) return "there are more anchors than the block can hold";
   for (size_t i = 0; i < anchors_of(coder); i++) {
     const float size = size_at(block, i);
     float row[QKV_DIM_MAX];
