@@ -86,7 +86,7 @@ def main():
         for name, text in (("token", token), ("auth", line)):
             with open(file(name), "w") as out:
                 out.write(text + "\n")
-        shown, tls = ["--auth-file", file("auth")], ["--tls-cert", file("daemon.pem"), "--tls-key", file("daemon.key")]
+        shown, tls = ["--auth-file", file("auth")], ["--tls-cert", file("daemon/daemon.pem"), "--tls-key", file("daemon/daemon.key")]
         token, ca = ["--token-file", file("token")], ["--tls-ca", file("authority.pem")]
         with Daemon("--discard") as plain, Daemon("--discard", *shown) as by_token, \
                 Daemon("--discard", *tls) as by_tls, Daemon("--discard", *shown, *tls) as by_both:
@@ -96,7 +96,7 @@ def main():
             sockets = {"plain": [], "TLS": []}
             for _ in range(options.rounds):
                 sockets["plain"].append(exchange(None, None))
-                sockets["TLS"].append(exchange(file("daemon.pem"), file("daemon.key")))
+                sockets["TLS"].append(exchange(file("daemon/daemon.pem"), file("daemon/daemon.key")))
                 for measure, (command, field, _) in MEASURES.items():
                     for way, (daemon, more) in ways.items():
                         target = daemon.tcp.replace("127.0.0.1", "localhost")  # that the certificate is for
