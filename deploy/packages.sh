@@ -21,7 +21,7 @@ qkv_packages() {
     test)
       printf '%s\n' \
         clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev binutils curl \
-        python3-pytest python3-numpy python3-grpcio python3-protobuf python3-venv python3-dev openssl prometheus \
+        python3-pytest python3-numpy python3-grpcio python3-protobuf python3-venv python3-dev openssl prometheus nodejs \
         gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user libsimde-dev
       ;;
     run)

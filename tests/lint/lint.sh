@@ -11,7 +11,7 @@ Usage: tests/lint/lint.sh [--build DIR] [--help]
 
 Checks: dependency direction by #include, banned functions, unfinished marks, paths of somebody's machine, blanks,
 length of files and functions, the top level, metric and option tables, clang-format, headers that compile
-alone, prefixes of exported symbols, texts that tests/mutants replaces.
+alone, prefixes of exported symbols, texts that tests/mutants replaces, the syntax of the admin page's script.
 TEXT
 }
 
@@ -47,5 +47,10 @@ mutants=$(python3 "$here/../mutants/mutants.py" --list) || {
 }
 python3 "$here/headers.py" . "$build" || failed=1
 "$here/symbols.sh" "$build" || failed=1
+script=$(mktemp --suffix .js)
+trap 'rm -f "$script"' EXIT
+sed '1,/<script/d; /<\/script>/,$d' server/http/page.html >"$script"
+[[ -s $script ]] || { echo "server/http/page.html has no script" && failed=1; }
+node --check "$script" || failed=1
 python3 "$here/source.py" --list-c . | xargs clang-format-14 --dry-run -Werror || failed=1
 exit $failed
