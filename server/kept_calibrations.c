@@ -53,7 +53,7 @@ static uint64_t bytes_of(const qkv_calibration *calibration) {
   return bytes;
 }
 
-// The row of a version, or `count`. `tenant` NULL: whoever brought it.
+// The index of a version's row, or `count` where there is none. `tenant` NULL: a row of any tenant.
 static size_t place_of(const qkvi_kept_calibrations *kept, const char *tenant, const qkv_model *model,
                        uint32_t version) {
   size_t i = 0;
@@ -69,7 +69,7 @@ typedef struct share {
   uint64_t bytes;
 } share;
 
-// What stays of a tenant's, NULL: of all.
+// What is kept for a tenant; NULL: for all.
 static share share_of(const qkvi_kept_calibrations *kept, const char *tenant) {
   share of = {.oldest = kept->count};
   for (size_t i = kept->count; i-- > 0;) {

@@ -383,7 +383,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("io", ["uring", "pread"])
 def test_a_full_file_system(small_disk, io):
-    """Where storage-budget is more than the disk has, nothing is deleted, and everything is served; with room again
+    """Where storage-budget is more than the disk has, nothing is deleted, and everything is served; with free space again
     everything becomes durable."""
     arguments = ("--data-dir", str(small_disk / "data"), "--storage-io", io, "--storage-segment", "4MiB",
                  "--storage-budget", "1GiB", "--calibrate-tokens", "0", "--ema-every", "0",

@@ -118,7 +118,7 @@ static void tenants_keep_their_own(void **state) {
   assert_int_equal(qkvi_kept_put(kept, "c", &s.model, s.made[2], &error), QKV_RESOURCE_EXHAUSTED);
   assert_non_null(strstr(error.text, "no other tenant has more of them than c would have"));
   assert_true(is_kept(kept, &s, 0) && is_kept(kept, &s, 1));
-  // The same of two tenants is each one's.
+  // Two tenants that give the same calibration keep one each.
   put_of(kept, "b", &s, 0);
   assert_true(is_kept(kept, &s, 0));
   assert_false(is_kept(kept, &s, 1));
