@@ -82,7 +82,7 @@ static int teardown(void **state) {
   return 0;
 }
 
-// The same values as in Python (client/python/tests/test_place.py).
+// The same values as in Python (client/python/tests/test_several.py).
 static void weights_are_the_same_everywhere(void **state) {
   (void)state;
   FILE *file = fopen(QKV_SOURCE_DIR "/tests/data/places.txt", "re");
