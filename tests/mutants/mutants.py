@@ -51,6 +51,8 @@ MUTANTS = [
      "                                          &on->count);\n", "storage/unload"),
     ("a start takes an unloaded index for the caller's record", "storage/recover.c", "entry->kind != QKVI_RECORD_INDEX && ", "",
      "storage/unload|fault/model"),
+    ("a sync takes an index for a record", "storage/sync.c", " && put->request.meta.kind != QKVI_RECORD_INDEX;", ";",
+     "storage/unload"),
     ("a page's record counts as durable when it is written", "server/residency/write_back.c",
      "  pending->state = QKV_RECORD_WRITTEN;\n", "  pending->state = QKV_RECORD_DURABLE;\n", "server/residency"),
     ("settling skips what is not durable", "engine/cache/layer_spill.c",

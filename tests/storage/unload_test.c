@@ -164,11 +164,65 @@ static void what_was_unloaded_is_damaged(void **state) {
   assert_int_equal(on->record_count, SESSIONS * RECORDS - (RECORDS - 20));
 }
 
+typedef struct waiting {
+  _Atomic bool held, durable, durable_first, synced;
+} waiting;
+
+static void hold(void *context, qkv_status status) {
+  const waiting *on = context;
+  assert_int_equal(status, QKV_OK);
+  while (atomic_load(&on->held)) (void)usleep(100);
+}
+
+static void on_written(void *context, uint64_t record, qkv_status status) {
+  (void)context;
+  (void)record;
+  assert_int_equal(status, QKV_OK);
+}
+
+static void on_durable(void *context, uint64_t record, qkv_status status) {
+  (void)record;
+  atomic_store(&((waiting *)context)->durable, status == QKV_OK);
+}
+
+static void on_synced(void *context, qkv_status status) {
+  waiting *on = context;
+  atomic_store(&on->durable_first, status == QKV_OK && atomic_load(&on->durable));
+  atomic_store(&on->synced, true);
+}
+
+// What is written of an index is accepted after the caller's record, and is under way before it. The storage thread
+// is held, so that it takes all of it at once.
+static void a_sync_does_not_take_an_index_for_a_record(void **state) {
+  scene *on = *state;
+  filled all;
+  waiting waits = {.held = true};
+  uint8_t payload[BYTES] = {1};
+  uint64_t record;
+  fill(on, &all);
+  qkv_storage_session_unpack(on->storage, all.numbers[0], hold, &waits);
+  qkv_storage_session_pack(on->storage, all.numbers[1]);
+  const qkv_storage_put_request request = {
+      .meta = {.session = all.numbers[2], .position = position_of(RECORDS), .tokens = 64, .kind = 1},
+      .payload = payload,
+      .bytes = BYTES,
+      .written = on_written,
+      .durable = on_durable,
+      .context = &waits};
+  assert_int_equal(qkv_storage_put(on->storage, &request, &record, NULL), QKV_OK);
+  qkv_storage_sync(on->storage, on_synced, &waits);
+  atomic_store(&waits.held, false);
+  while (!atomic_load(&waits.synced)) (void)usleep(WAIT_US);
+  assert_true(atomic_load(&waits.durable_first));
+  await_unloaded(on, all.numbers[1]);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       BOTH(what_is_unloaded_comes_back),
       BOTH(closes_and_cuts_of_unloaded_sessions),
       BOTH(what_was_unloaded_is_damaged),
+      BOTH(a_sync_does_not_take_an_index_for_a_record),
   };
   return cmocka_run_group_tests_name("unload", tests, NULL, NULL);
 }
