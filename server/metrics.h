@@ -125,6 +125,10 @@
   X(GPU_EVICTIONS, "qkvd_gpu_evictions_total", QKV_COUNTER, "Ranges that left the GPU for others.")                 \
   X(GPU_FAILURES, "qkvd_gpu_failures_total", QKV_COUNTER,                                                           \
     "Times that the GPU was taken out of use because of an error.")                                                 \
+  X(GPU_FETCH_TOKENS, "qkvd_gpu_fetch_tokens_total", QKV_COUNTER,                                                   \
+    "Tokens whose rows the GPU decoded into its memory, counted per layer.")                                        \
+  X(GPU_FETCH_HOST_TOKENS, "qkvd_gpu_fetch_host_tokens_total", QKV_COUNTER,                                         \
+    "Tokens whose rows were decoded by the CPU and copied into the GPU's memory, counted per layer.")               \
   X(FORKS, "qkvd_forks_total", QKV_COUNTER, "Sessions that were made as forks of others.")                          \
   X(SESSIONS_EXPIRED, "qkvd_sessions_expired_total", QKV_COUNTER, "Sessions closed because their ttl_ms was over.") \
   X(SESSIONS_EVICTED, "qkvd_sessions_evicted_total", QKV_COUNTER,                                                   \

@@ -104,6 +104,11 @@ size_t qkv_device_slot_floats(const qkv_coder *coder) {
   return (size_t)2 * QKV_PAGE_TOKENS * pairs_of(coder);
 }
 
+bool qkv_device_slots_steady(const qkv_coder *coder, uint64_t position) {
+  const qkv_phases *phases = qkv_embedded(coder)->phases;
+  return phases == NULL || qkv_phases_steady(phases, position);
+}
+
 void qkv_device_fill_turns(const qkv_coder *coder, uint16_t kv_head, uint64_t position, bool before_rope,
                            float *turns) {
   const qkv_embedded_coder *own = qkv_embedded(coder);

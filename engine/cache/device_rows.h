@@ -25,9 +25,10 @@ void qkv_device_fill_code(const struct qkv_coder *coder, uint16_t kv_head, qkv_p
 // nothing, and a job needs neither turns nor slots.
 uint32_t qkv_device_row_flags(const struct qkv_coder *coder, qkv_part part, bool before_rope);
 // Floats of a page's turns and of its slots; fills them. Slots are the same for all pages where RoPE's frequencies
-// are steady (qkv_rope_steady).
+// are steady; without RoPE all are.
 size_t qkv_device_turn_floats(const struct qkv_coder *coder);
 size_t qkv_device_slot_floats(const struct qkv_coder *coder);
+bool qkv_device_slots_steady(const struct qkv_coder *coder, uint64_t position);
 void qkv_device_fill_turns(const struct qkv_coder *coder, uint16_t kv_head, uint64_t position, bool before_rope,
                            float *turns);
 void qkv_device_fill_slots(const struct qkv_coder *coder, uint64_t position, float *slots);

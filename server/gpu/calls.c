@@ -10,6 +10,11 @@ enum {
   CALIBRATED = 2,
   TURN = SHAPES + CALIBRATED,
   MERGE = TURN + CALIBRATED,
+  // The same kernel for each width, with the shared memory that it takes; from narrow to wide, as the last one says
+  // what the kernel may have.
+  WIDTHS = 3,
+  DECODE = MERGE + 1,
+  KERNELS = DECODE + WIDTHS,
   SCRATCH_PART = 64,
   INPUT_BYTES = 512 << 10,
   WARP = 32,
@@ -32,14 +37,19 @@ void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config) {
   {"qkv_simt_attend_" #dim "x" #rows "_q" #query_parts "w" #weight_parts, QKV_SIMT_SHARED_BYTES(dim)},
 #define KERNEL_CALIBRATED(dim) {"qkv_simt_calibrated_" #dim, QKV_SIMT_FRAME_SHARED_BYTES(dim)},
 #define KERNEL_TURN(dim) {"qkv_simt_turn_" #dim, QKV_SIMT_TURN_SHARED_BYTES(dim)},
+#define KERNEL_DECODE(dim) \
+  { "qkv_simt_decode_rows", QKV_SIMT_ROWS_SHARED_BYTES(dim) }
   static const qkv_gpu_kernel kernels[] = {QKV_SIMT_SHAPES(KERNEL) QKV_SIMT_CALIBRATED(KERNEL_CALIBRATED)
-                                               QKV_SIMT_CALIBRATED(KERNEL_TURN){"qkv_simt_merge_partials", 0}};
+                                               QKV_SIMT_CALIBRATED(KERNEL_TURN){"qkv_simt_merge_partials", 0},
+                                           KERNEL_DECODE(64), KERNEL_DECODE(128),
+                                           KERNEL_DECODE(QKVI_GPU_ROWS_DIM_MAX)};
 #undef KERNEL
 #undef KERNEL_CALIBRATED
 #undef KERNEL_TURN
-  _Static_assert(sizeof kernels / sizeof *kernels == MERGE + 1, "kernels");
+#undef KERNEL_DECODE
+  _Static_assert(sizeof kernels / sizeof *kernels == KERNELS, "kernels");
   config->kernels = kernels;
-  config->kernel_count = MERGE + 1;
+  config->kernel_count = KERNELS;
   config->calls = QKVI_GPU_CALLS;
   config->input_bytes = INPUT_BYTES;
   config->output_bytes = output_bytes(gpu);
@@ -47,16 +57,20 @@ void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config) {
 
 qkv_status qkvi_gpu_prepare_calls(qkvi_gpu *gpu, qkv_gpu_device *device, qkv_error *error) {
   qkv_simt_tables tables;
+  qkv_simt_encode_tables row_tables;
   qkv_simt_tables_fill(&tables);
+  qkv_simt_encode_tables_fill(&row_tables);
   gpu->tables = qkv_gpu_alloc(device, sizeof tables);
-  bool has = gpu->tables != 0;
+  gpu->row_tables = qkv_gpu_alloc(device, sizeof row_tables);
+  bool has = gpu->tables != 0 && gpu->row_tables != 0;
   for (size_t i = 0; i < QKVI_GPU_CALLS; i++) {
     gpu->slots[i] = (qkvi_gpu_slot){.scratch = qkv_gpu_alloc(device, gpu->scratch_bytes)};
     has &= gpu->slots[i].scratch != 0;
   }
   if (!has) return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "the GPU has no memory for what kernels compute");
-  const qkv_gpu_copy copy = {.to = gpu->tables, .from = &tables, .bytes = sizeof tables};
-  return qkv_gpu_upload(device, &copy, 1, error);
+  const qkv_gpu_copy copies[] = {{gpu->tables, &tables, sizeof tables},
+                                 {gpu->row_tables, &row_tables, sizeof row_tables}};
+  return qkv_gpu_upload(device, copies, 2, error);
 }
 
 bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call) {
@@ -134,4 +148,31 @@ void qkvi_gpu_end_call(qkv_device *device, qkv_device_call *call) {
   slot->call = NULL;
   pthread_mutex_unlock(&gpu->lock);
   qkv_gpu_end(ended);
+}
+
+// ---- Rows ----
+
+static size_t variant_of(uint16_t dim) {
+  assert(dim <= QKVI_GPU_ROWS_DIM_MAX);
+  return dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
+}
+
+// Launches one kernel of rows, and waits.
+static qkv_status run_rows(qkvi_gpu *gpu, const qkv_device_call *call, size_t kernel, uint32_t blocks, uint16_t dim,
+                           const void *args, size_t bytes, qkv_error *error) {
+  qkvi_gpu_slot *slot = call->own;
+  slot->began_ns = qkv_stage_now();
+  qkv_status status = qkv_gpu_launch(slot->call, kernel, blocks, QKV_SIMT_ROWS_THREADS(dim), args, bytes, error);
+  if (status == QKV_OK) status = qkv_gpu_wait(slot->call, error);
+  if (status != QKV_OK) return status;
+  qkv_stage_add(QKV_STAGE_GPU, slot->began_ns);
+  qkvi_gpu_count(gpu, QKV_METRIC_GPU_CALLS, 1);
+  return QKV_OK;
+}
+
+qkv_status qkvi_gpu_decode(qkvi_gpu *gpu, const qkv_device_call *call, uint16_t dim, const qkv_simt_decode_args *args,
+                           qkv_error *error) {
+  qkv_simt_decode_args own = *args;
+  own.tables = (const qkv_simt_row_tables *)(uintptr_t)gpu->row_tables;
+  return run_rows(gpu, call, DECODE + variant_of(dim), own.count, dim, &own, sizeof own, error);
 }

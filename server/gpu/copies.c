@@ -56,7 +56,7 @@ static bool matches(const qkv_device_copy *copy, const qkv_device_pages *pages) 
 
 typedef struct range_images {
   const void *images[QKV_RANGE_PAGES];
-  uint64_t serials[QKV_RANGE_PAGES];
+  uint64_t serials[QKV_RANGE_PAGES], places[QKV_RANGE_PAGES];
   uint32_t count;
   bool fits;  // the kernels take them
   size_t total;
@@ -82,7 +82,7 @@ static bool find_images(qkv_page_range *range, range_images *found) {
   return all;
 }
 
-static uint8_t *copy_images(const qkv_coder *coder, const range_images *images) {
+static uint8_t *copy_images(const qkv_coder *coder, range_images *images) {
   uint8_t *buffer = malloc(images->total);
   if (buffer == NULL) return NULL;
   uint64_t *list = (uint64_t *)(void *)buffer;
@@ -91,6 +91,7 @@ static uint8_t *copy_images(const qkv_coder *coder, const range_images *images) 
   qkv_device_fill_tables(coder, buffer);
   for (uint32_t i = 0; i < images->count; i++) {
     list[i] = at + layout.image;
+    images->places[i] = layout.expanded ? 0 : list[i];
     at += qkv_device_fill_page(coder, images->images[i], buffer + at);
   }
   assert(at == images->total);
@@ -115,6 +116,7 @@ static void fill(qkvi_gpu *gpu, qkv_device_copy *copy, qkv_page_range *range) {
   pthread_mutex_lock(&gpu->lock);
   copy->pages = images.count;
   memcpy(copy->serials, images.serials, sizeof copy->serials);
+  memcpy(copy->places, images.places, sizeof copy->places);
   copy->bytes = images.total;
   copy->buffer = buffer;
   if (buffer != NULL && gpu->usable) {
@@ -180,6 +182,23 @@ void qkvi_gpu_release(qkv_device *device, qkv_device_copy *copy) {
   }
   if (--gpu->held == 0) pthread_cond_broadcast(&gpu->changed);
   pthread_mutex_unlock(&gpu->lock);
+}
+
+qkv_device_copy *qkvi_gpu_find(qkvi_gpu *gpu, const qkv_page_range *range) {
+  pthread_mutex_lock(&gpu->lock);
+  qkv_device_copy *copy = gpu->usable ? find(gpu, range) : NULL;
+  if (copy != NULL && copy->state != QKVI_COPY_RESIDENT) copy = NULL;
+  if (copy != NULL) {
+    copy->users++;
+    gpu->held++;
+  }
+  pthread_mutex_unlock(&gpu->lock);
+  return copy;
+}
+
+qkv_cuda_memory qkvi_gpu_image_of(const qkv_device_copy *copy, uint32_t page, uint64_t serial) {
+  const bool has = page < copy->pages && copy->serials[page] == serial && copy->places[page] != 0;
+  return has ? copy->at + copy->places[page] : 0;
 }
 
 bool qkvi_gpu_has(qkv_device *device, const qkv_page_range *range, uint32_t page, uint64_t serial) {

@@ -74,6 +74,21 @@ static void close_gpu(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
 }
 
+bool qkvi_gpu_enter(qkvi_gpu *gpu) {
+  pthread_mutex_lock(&gpu->lock);
+  const bool usable = gpu->usable;
+  gpu->held += usable;
+  pthread_mutex_unlock(&gpu->lock);
+  return usable;
+}
+
+void qkvi_gpu_leave(qkvi_gpu *gpu) {
+  pthread_mutex_lock(&gpu->lock);
+  assert(gpu->held > 0);
+  if (--gpu->held == 0) pthread_cond_broadcast(&gpu->changed);
+  pthread_mutex_unlock(&gpu->lock);
+}
+
 void qkvi_gpu_failed(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
   if (gpu->open != NULL && gpu->usable && !qkv_gpu_is_up(gpu->open)) {
@@ -229,9 +244,11 @@ void qkvi_gpu_destroy(qkvi_gpu **gpu) {
 
 qkvi_gpu_stats qkvi_gpu_read(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
+  const qkv_gpu_info info = gpu->open != NULL ? qkv_gpu_read(gpu->open) : (qkv_gpu_info){0};
   const qkvi_gpu_stats stats = {.bytes_limit = gpu->config.memory_bytes,
-                                .bytes = gpu->open != NULL ? qkv_gpu_read(gpu->open).heap.bytes_used : 0,
+                                .bytes = info.heap.bytes_used,
                                 .ranges = gpu->resident_count,
+                                .uploaded_bytes = info.uploaded_bytes,
                                 .down = !gpu->usable};
   pthread_mutex_unlock(&gpu->lock);
   return stats;

@@ -54,6 +54,7 @@ qkv_device *qkvi_gpu_device(qkvi_gpu *gpu);
 typedef struct qkvi_gpu_stats {
   uint64_t bytes_limit, bytes;  // on the GPU
   uint64_t ranges;              // resident
+  uint64_t uploaded_bytes;      // since it was opened
   bool down;
 } qkvi_gpu_stats;
 qkvi_gpu_stats qkvi_gpu_read(qkvi_gpu *gpu);

@@ -15,6 +15,7 @@
 
 enum {
   QKVI_GPU_CALLS = 8,
+  QKVI_GPU_ROWS_DIM_MAX = 256,  // of rows that kernels make: so many fit in the shared memory of all GPUs
   QKVI_GPU_FILLS = 2,  // ranges whose images have been copied and are not uploaded yet: some 10 MB each at most
 };
 
@@ -36,6 +37,7 @@ struct qkv_device_copy {
   int64_t used_ms;
   uint32_t pages;                     // of which it has images
   uint64_t serials[QKV_RANGE_PAGES];  // of these; unfit: of those that were looked at
+  uint64_t places[QKV_RANGE_PAGES];   // offsets of images that lie there as in memory; 0: it is expanded
   qkv_cuda_memory at;                 // resident: the list of addresses, then the images
   uint64_t bytes;
   uint8_t *buffer;                      // filled: the same, addresses counted from 0
@@ -67,7 +69,8 @@ struct qkvi_gpu {
   struct qkv_device_copy *resident;  // from the longest unused one on
   struct qkv_device_copy *queue;
   size_t filled, resident_count;
-  qkv_cuda_memory tables;  // qkv_simt_tables
+  qkv_cuda_memory tables;      // qkv_simt_tables
+  qkv_cuda_memory row_tables;  // qkv_simt_encode_tables, which begin with qkv_simt_row_tables
   qkvi_gpu_slot slots[QKVI_GPU_CALLS];
   uint64_t scratch_bytes;
 };
@@ -83,12 +86,20 @@ static inline void qkvi_gpu_count(const qkvi_gpu *gpu, qkv_metric_id metric, uin
 // An operation has failed: where the GPU has, it is not used from here on, and the thread is woken.
 void qkvi_gpu_failed(qkvi_gpu *gpu);
 
+// While between these the GPU stays open. False: it is not usable.
+bool qkvi_gpu_enter(qkvi_gpu *gpu);
+void qkvi_gpu_leave(qkvi_gpu *gpu);
+
 // copies.c: hold, release, has and forget of qkv_device; by the thread: uploads what was filled first (the lock is
 // held, and released meanwhile); drops what is not in use. Nothing is held when all are dropped, or destroyed.
 uint64_t qkvi_gpu_hold(qkv_device *device, const qkv_device_pages *pages, qkv_device_copy **out);
 void qkvi_gpu_release(qkv_device *device, qkv_device_copy *copy);
 bool qkvi_gpu_has(qkv_device *device, const qkv_page_range *range, uint32_t page, uint64_t serial);
 void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range);
+// The copy of a range, which stays until it is released, or NULL; counts nothing. The address of an image that it has
+// as it lies in memory, or 0.
+qkv_device_copy *qkvi_gpu_find(qkvi_gpu *gpu, const qkv_page_range *range);
+qkv_cuda_memory qkvi_gpu_image_of(const qkv_device_copy *copy, uint32_t page, uint64_t serial);
 void qkvi_gpu_upload_next(qkvi_gpu *gpu);
 void qkvi_gpu_drop_copies(qkvi_gpu *gpu);
 void qkvi_gpu_destroy_copies(qkvi_gpu *gpu);
@@ -99,6 +110,9 @@ bool qkvi_gpu_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_s
                      const qkv_device_kernels *kernels);
 bool qkvi_gpu_wait_call(qkv_device *device, qkv_device_call *call);
 void qkvi_gpu_end_call(qkv_device *device, qkv_device_call *call);
+// Runs qkv_simt_decode_rows over jobs of `dim` coordinates at most, and waits. `args` need no tables.
+qkv_status qkvi_gpu_decode(qkvi_gpu *gpu, const qkv_device_call *call, uint16_t dim, const qkv_simt_decode_args *args,
+                           qkv_error *error);
 uint64_t qkvi_gpu_scratch_bytes(uint64_t memory_bytes);
 void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config);
 qkv_status qkvi_gpu_prepare_calls(qkvi_gpu *gpu, qkv_gpu_device *device, qkv_error *error);

@@ -21,7 +21,8 @@ enum {
 typedef struct half {
   uint8_t *at;
   qkv_cuda_event done;
-  bool used;  // a copy from it may be under way
+  bool used;            // a copy from it, or to it, may be under way
+  size_t copy, offset;  // of a download: what lies in it begins there
 } half;
 
 struct qkv_gpu_call {
@@ -54,7 +55,7 @@ struct qkv_gpu_device {
 
   _Atomic uint64_t ended, uploaded;
 
-  pthread_mutex_t uploading;  // of the following fields; taken before `lock`
+  pthread_mutex_t copying;  // of the following fields; taken before `lock`
   qkv_cuda_stream stream;
   half halves[HALVES];
   size_t staging_bytes;
@@ -229,7 +230,7 @@ qkv_status qkv_gpu_open(const qkv_gpu_config *config, qkv_gpu_device **device, q
   made->timeout_ns = config->timeout_ms * 1000000;
   snprintf(made->info.name, sizeof made->info.name, "%s", config->device);
   pthread_mutex_init(&made->lock, NULL);
-  pthread_mutex_init(&made->uploading, NULL);
+  pthread_mutex_init(&made->copying, NULL);
   made->heap = qkv_gpu_heap_create(config->memory_bytes,
                                    (qkv_gpu_pieces){.take = take_piece, .give = give_piece, .context = made});
   const qkv_status status = open_device(made, config, error);
@@ -285,7 +286,7 @@ void qkv_gpu_close(qkv_gpu_device **device) {
   if (old->context != NULL) leave_context(old);
   qkv_gpu_heap_destroy(&old->heap);
   pthread_mutex_destroy(&old->lock);
-  pthread_mutex_destroy(&old->uploading);
+  pthread_mutex_destroy(&old->copying);
   free(old);
 }
 
@@ -377,10 +378,70 @@ static qkv_status upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, siz
 }
 
 qkv_status qkv_gpu_upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, size_t count, qkv_error *error) {
-  pthread_mutex_lock(&device->uploading);
+  pthread_mutex_lock(&device->copying);
   qkv_status status = enter(device, error);
   if (status == QKV_OK) status = while_running(device, upload(device, copies, count, error), "an upload", error);
-  pthread_mutex_unlock(&device->uploading);
+  pthread_mutex_unlock(&device->copying);
+  return status;
+}
+
+// ---- Downloads ----
+
+// Asks for as much of the copies from `*copy`, `*offset` on as fits into a half.
+static qkv_status ask_for_half(qkv_gpu_device *device, half *to, const qkv_gpu_copy_back *copies, size_t count,
+                               size_t *copy, size_t *offset, qkv_error *error) {
+  size_t filled = 0;
+  to->used = true;
+  to->copy = *copy;
+  to->offset = *offset;
+  while (*copy < count && filled < device->staging_bytes) {
+    const size_t left = copies[*copy].bytes - *offset, space = device->staging_bytes - filled;
+    const size_t bytes = left < space ? left : space;
+    CHECK(device, error, MemcpyDtoHAsync, to->at + filled, copies[*copy].from + *offset, bytes, device->stream);
+    filled += bytes;
+    *offset += bytes;
+    if (*offset == copies[*copy].bytes) {
+      (*copy)++;
+      *offset = 0;
+    }
+  }
+  CHECK(device, error, EventRecord, to->done, device->stream);
+  return QKV_OK;
+}
+
+// Waits for what a half was asked for, and hands it out.
+static qkv_status empty_half(qkv_gpu_device *device, half *of, const qkv_gpu_copy_back *copies, size_t count,
+                             qkv_error *error) {
+  if (!of->used) return QKV_OK;
+  QKV_TRY(wait_for(device, of->done, "a download", error));
+  of->used = false;
+  size_t taken = 0, offset = of->offset;
+  for (size_t i = of->copy; i < count && taken < device->staging_bytes; i++, offset = 0) {
+    const size_t left = copies[i].bytes - offset, space = device->staging_bytes - taken;
+    const size_t bytes = left < space ? left : space;
+    memcpy((uint8_t *)copies[i].to + offset, of->at + taken, bytes);
+    taken += bytes;
+  }
+  return QKV_OK;
+}
+
+static qkv_status download(qkv_gpu_device *device, const qkv_gpu_copy_back *copies, size_t count, qkv_error *error) {
+  size_t copy = 0, offset = 0, turn = 0;
+  for (; copy < count; turn++) {
+    half *to = &device->halves[turn % HALVES];
+    QKV_TRY(empty_half(device, to, copies, count, error));
+    QKV_TRY(ask_for_half(device, to, copies, count, &copy, &offset, error));
+  }
+  for (size_t i = 0; i < HALVES; i++)
+    QKV_TRY(empty_half(device, &device->halves[turn++ % HALVES], copies, count, error));
+  return QKV_OK;
+}
+
+qkv_status qkv_gpu_download(qkv_gpu_device *device, const qkv_gpu_copy_back *copies, size_t count, qkv_error *error) {
+  pthread_mutex_lock(&device->copying);
+  qkv_status status = enter(device, error);
+  if (status == QKV_OK) status = while_running(device, download(device, copies, count, error), "a download", error);
+  pthread_mutex_unlock(&device->copying);
   return status;
 }
 

@@ -1,14 +1,15 @@
 // One GPU: its memory, its kernels, calls under way on it, and copies to it.
 //
-//   upload    host memory ─► staging (pinned, two halves) ─► blocks of the heap     one at a time, on its own stream
+//   upload    host memory ─► staging (pinned, two halves) ─► memory of the device   one at a time, on its own stream
+//   download  the other way round, through the same staging
 //   call      input (pinned, read in place by kernels) ─► launches ─► output (pinned, written by kernels)
 //
 // Each call has a stream, so that calls overlap. Their number is fixed; a caller that finds none computes elsewhere.
 //
 // Failure: running out of memory is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, any at
-// all in an upload or a wait, and a call that does not end in time, ends the use of the device, as the driver's
-// contexts do not recover: the device is down, logs that once, and every later operation is QKV_UNAVAILABLE. Close it
-// and open it again to retry.
+// all in an upload, a download or a wait, and a call that does not end in time, ends the use of the device, as the
+// driver's contexts do not recover: the device is down, logs that once, and every later operation is QKV_UNAVAILABLE.
+// Close it and open it again to retry.
 //
 // Threads: any, all functions but open and close; a call belongs to one thread at a time.
 #ifndef QKV_STORAGE_GPU_DEVICE_H
@@ -82,6 +83,14 @@ typedef struct qkv_gpu_copy {
 } qkv_gpu_copy;
 // Returns once all is copied; `from` may be reused then.
 qkv_status qkv_gpu_upload(qkv_gpu_device *device, const qkv_gpu_copy *copies, size_t count, qkv_error *error);
+
+typedef struct qkv_gpu_copy_back {
+  void *to;
+  qkv_cuda_memory from;
+  size_t bytes;
+} qkv_gpu_copy_back;
+// Returns once all is copied. What writes to `from` has ended before.
+qkv_status qkv_gpu_download(qkv_gpu_device *device, const qkv_gpu_copy_back *copies, size_t count, qkv_error *error);
 
 // A call, or NULL where all are in use or the device is down. Its output is not cleared.
 qkv_gpu_call *qkv_gpu_begin(qkv_gpu_device *device);

@@ -67,6 +67,7 @@ enum {
   X(MemFreeHost, 2000, (void *at))                                                                             \
   X(MemHostGetDevicePointer, 3020, (qkv_cuda_memory * at, void *host, unsigned flags))                         \
   X(MemcpyHtoDAsync, 3020, (qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream))       \
+  X(MemcpyDtoHAsync, 3020, (void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream))             \
   X(MemcpyDtoDAsync, 3020, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream))   \
   X(LaunchKernel, 4000,                                                                                        \
     (qkv_cuda_function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,  \

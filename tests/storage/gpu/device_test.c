@@ -88,6 +88,10 @@ static qkv_status upload_and_add(qkv_gpu_device *device, uint32_t seed, qkv_erro
   const qkv_gpu_copy copies[] = {{at, numbers, 4}, {at + 4, numbers + 1, 2800}, {at + 2804, numbers + 701, 1196}};
   qkv_status status = qkv_gpu_upload(device, copies, 3, error);
   if (status == QKV_OK) status = add(device, at, numbers, seed, error);
+  uint32_t back[NUMBERS] = {0};
+  const qkv_gpu_copy_back backs[] = {{back, at, 12}, {back + 3, at + 12, 2900}, {back + 728, at + 2912, 1088}};
+  if (status == QKV_OK) status = qkv_gpu_download(device, backs, 3, error);
+  if (status == QKV_OK) assert_memory_equal(back, numbers, sizeof back);
   qkv_gpu_free(device, at, sizeof numbers);
   return status;
 }
@@ -151,8 +155,8 @@ static void memory_that_runs_out_is_no_failure(void **state) {
 // What runs would read memory that others are given next.
 static void memory_that_runs_out_meanwhile_is_one(void **state) {
   (void)state;
-  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery"};
-  for (size_t i = 0; i < 3; i++) {
+  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuEventRecord", "cuEventQuery"};
+  for (size_t i = 0; i < 4; i++) {
     qkv_gpu_device *device = open_one();
     qkv_error error = {0};
     fake_fail(functions[i], 2, QKV_CUDA_OUT_OF_MEMORY);
@@ -197,7 +201,7 @@ static void every_function_may_fail(void **state) {
   assert_true(failed > 60);
 }
 
-// A device whose events never complete, from the nth query on, in an upload and a call: the wait reports it.
+// A device whose events never complete, from the nth query on: the wait reports it.
 static void assert_given_up(unsigned nth, const char *reason) {
   qkv_gpu_device *device;
   qkv_error error = {0};
@@ -217,9 +221,14 @@ static void what_does_not_end_is_given_up(void **state) {
   const unsigned before = fake_count("cuEventQuery");
   assert_int_equal(upload_and_add(device, 1, &error), QKV_OK);
   const unsigned questions = fake_count("cuEventQuery") - before;
+  uint32_t back[NUMBERS];
+  const qkv_gpu_copy_back copy = {back, qkv_gpu_alloc(device, sizeof back), sizeof back};
+  assert_int_equal(qkv_gpu_download(device, &copy, 1, &error), QKV_OK);
+  const unsigned of_download = fake_count("cuEventQuery") - before - questions;
   qkv_gpu_close(&device);
   assert_given_up(1, "an upload: did not end in time");
-  assert_given_up(questions, "a call: did not end in time");
+  assert_given_up(questions - of_download, "a call: did not end in time");
+  assert_given_up(questions, "a download: did not end in time");
   device = open_one();
   assert_int_equal(upload_and_add(device, 3, &error), QKV_OK);
   qkv_gpu_close(&device);

@@ -308,6 +308,9 @@ static int do_MemHostGetDevicePointer(qkv_cuda_memory *at, void *host, unsigned 
 static int do_MemcpyHtoDAsync(qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream) {
   return copy(to, from, bytes, stream);
 }
+static int do_MemcpyDtoHAsync(void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream) {
+  return copy((uintptr_t)to, (const void *)(uintptr_t)from, bytes, stream);
+}
 static int do_MemcpyDtoDAsync(qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream) {
   return copy(to, (const void *)(uintptr_t)from, bytes, stream);
 }
@@ -436,6 +439,8 @@ FAKE(MemHostAlloc, true, (void **at, size_t bytes, unsigned flags), (at, bytes, 
 FAKE_END(MemFreeHost, true, (void *at), (at))
 FAKE(MemHostGetDevicePointer, true, (qkv_cuda_memory * at, void *host, unsigned flags), (at, host, flags))
 FAKE(MemcpyHtoDAsync, true, (qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream),
+     (to, from, bytes, stream))
+FAKE(MemcpyDtoHAsync, true, (void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
      (to, from, bytes, stream))
 FAKE(MemcpyDtoDAsync, true, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
      (to, from, bytes, stream))
