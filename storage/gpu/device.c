@@ -128,17 +128,31 @@ static bool is_named(const char *wanted, int ordinal, const char *uuid) {
   return strcmp(wanted, uuid) == 0;
 }
 
-static qkv_status find_device(qkv_gpu_device *device, const char *wanted, qkv_error *error) {
-  int count = 0;
-  CHECK(device, error, DeviceGetCount, &count);
+// Devices that say nothing of themselves are passed over: another one may be meant.
+qkv_status qkv_gpu_resolve(const qkv_cuda_driver *driver, const char *wanted, int *number, qkv_error *error) {
+  int count = 0, device;
+  const int result = driver->DeviceGetCount(&count);
+  if (result != QKV_CUDA_SUCCESS)
+    return qkv_fail(error, QKV_UNAVAILABLE, "cuDeviceGetCount: %s (%d)", qkv_cuda_result_name(driver, result), result);
   for (int i = 0; i < count; i++) {
     qkv_cuda_uuid uuid;
-    CHECK(device, error, DeviceGet, &device->ordinal, i);
-    CHECK(device, error, DeviceGetUuid, &uuid, device->ordinal);
-    write_uuid(&uuid, device->info.uuid);
-    if (is_named(wanted, i, device->info.uuid)) return QKV_OK;
+    char text[QKV_GPU_NAME_MAX] = "";
+    if (driver->DeviceGet(&device, i) == QKV_CUDA_SUCCESS && driver->DeviceGetUuid(&uuid, device) == QKV_CUDA_SUCCESS)
+      write_uuid(&uuid, text);
+    *number = i;
+    if (is_named(wanted, i, text)) return QKV_OK;
   }
   return qkv_fail(error, QKV_NOT_FOUND, "no GPU %s; the driver has %d", wanted, count);
+}
+
+static qkv_status find_device(qkv_gpu_device *device, const char *wanted, qkv_error *error) {
+  int number;
+  qkv_cuda_uuid uuid;
+  QKV_TRY(qkv_gpu_resolve(device->driver, wanted, &number, error));
+  CHECK(device, error, DeviceGet, &device->ordinal, number);
+  CHECK(device, error, DeviceGetUuid, &uuid, device->ordinal);
+  write_uuid(&uuid, device->info.uuid);
+  return QKV_OK;
 }
 
 static qkv_status read_device(qkv_gpu_device *device, qkv_error *error) {

@@ -15,10 +15,19 @@ enum {
   FUNCTIONS_MAX = 64,
   INVALID_VALUE = 1,
   NO_SUCH = 500,
+  INVALID_DEVICE = 101,
   INVALID_CONTEXT = 201,
-  MEMORY_BYTES = 1 << 30,
+  MEMORY_BYTES = 1 << 30,  // of a device
+  DEVICES_MAX = 4,
+  NO_DEVICE = -1,
 };
-static struct qkv_cuda_context_s { int unused; } the_context;
+// Of each device.
+static struct qkv_cuda_context_s {
+  int retained;
+  int broken;  // and so it stays
+  bool hanging;
+  uint64_t memory_bytes;
+} contexts[DEVICES_MAX];
 
 struct qkv_cuda_module_s {
   int unused;
@@ -54,6 +63,7 @@ static _Thread_local qkv_cuda_context current;
 static struct {
   void *at;
   size_t bytes;
+  int device;
 } memory[BLOCKS_MAX];
 static struct {
   const char *name;
@@ -62,21 +72,31 @@ static struct {
 static fake_cuda_state state;
 static struct {
   void *at;
-  size_t *count;       // in `state`
+  size_t *count;  // in `state`
+  int device;
 } things[BLOCKS_MAX];  // that are freed by `free`
-static int retained;   // of the context
-static int broken;     // and so it stays
-static bool hanging;
 static uint64_t tickets;
 static struct {
   char function[64];
   unsigned left;
   int result;
+  int device;  // NO_DEVICE: any
 } fault;
+
+static int device_count(void) {
+  const char *text = getenv("FAKE_CUDA_DEVICES");
+  const int count = text == NULL ? 2 : atoi(text);
+  return count < 0 || count > DEVICES_MAX ? DEVICES_MAX : count;
+}
+
+static int device_of(qkv_cuda_context context) {
+  return context == NULL ? NO_DEVICE : (int)(context - contexts);
+}
 
 // ---- Faults ----
 
-static void set_fault(const char *function, unsigned nth, int result) {
+static void set_fault(int device, const char *function, unsigned nth, int result) {
+  fault.device = device;
   snprintf(fault.function, sizeof fault.function, "%s", function);
   fault.left = nth;
   fault.result = result;
@@ -90,34 +110,44 @@ static unsigned *calls_of(const char *name) {
   abort();
 }
 
-static int enter(const char *name, bool in_context) {
+static void read_fault(void) {
   static bool read;
   if (!read) {
     const char *text = getenv("FAKE_CUDA_FAIL");
     char function[64];
     unsigned nth;
-    int result;
-    if (text != NULL && sscanf(text, "%63[^:]:%u:%d", function, &nth, &result) == 3) set_fault(function, nth, result);
+    int result, device = NO_DEVICE;
+    if (text != NULL && sscanf(text, "%63[^:]:%u:%d:%d", function, &nth, &result, &device) >= 3)
+      set_fault(device, function, nth, result);
     read = true;
   }
+}
+
+// `device`: that the call is for. What does not use its context works whatever has become of that.
+static int enter(const char *name, int device, bool in_context) {
+  struct qkv_cuda_context_s *context = device == NO_DEVICE ? NULL : &contexts[device];
+  read_fault();
   ++*calls_of(name);
-  if (broken != 0) return broken;
-  if (fault.result != 0 && strcmp(fault.function, name) == 0 && --fault.left == 0) {
-    const int result = fault.result;
-    fault.result = 0;
-    if (result == FAKE_CUDA_HANG)
-      hanging = true;
-    else if (result != QKV_CUDA_OUT_OF_MEMORY)
-      broken = result;
-    if (result != FAKE_CUDA_HANG) return result;
-  }
-  return in_context && current == NULL ? INVALID_CONTEXT : QKV_CUDA_SUCCESS;
+  if (in_context && context == NULL) return INVALID_CONTEXT;
+  if (in_context && context->broken != 0) return context->broken;
+  if (fault.result == 0 || strcmp(fault.function, name) != 0) return QKV_CUDA_SUCCESS;
+  if ((fault.device != NO_DEVICE && fault.device != device) || --fault.left > 0) return QKV_CUDA_SUCCESS;
+  const int result = fault.result;
+  fault.result = 0;
+  if (context != NULL && result == FAKE_CUDA_HANG) context->hanging = true;
+  if (result == FAKE_CUDA_HANG) return QKV_CUDA_SUCCESS;
+  if (context != NULL && result != QKV_CUDA_OUT_OF_MEMORY) context->broken = result;
+  return result;
+}
+
+void fake_cuda_fail_on(int device, const char *function, unsigned nth, int result) {
+  pthread_mutex_lock(&lock);
+  set_fault(device, function, nth, result);
+  pthread_mutex_unlock(&lock);
 }
 
 void fake_cuda_fail(const char *function, unsigned nth, int result) {
-  pthread_mutex_lock(&lock);
-  set_fault(function, nth, result);
-  pthread_mutex_unlock(&lock);
+  fake_cuda_fail_on(NO_DEVICE, function, nth, result);
 }
 
 fake_cuda_state fake_cuda_read(void) {
@@ -142,6 +172,7 @@ static void *keep(void *at, size_t *count) {
     if (things[i].at != NULL) continue;
     things[i].at = at;
     things[i].count = count;
+    things[i].device = device_of(current);
     ++*count;
     return at;
   }
@@ -163,14 +194,18 @@ static void drop_memory(size_t i) {
   munmap(memory[i].at, memory[i].bytes);
   state.memory_blocks--;
   state.memory_bytes -= memory[i].bytes;
+  contexts[memory[i].device].memory_bytes -= memory[i].bytes;
   memory[i].at = NULL;
 }
 
 // ---- Streams ----
 
+// The current device's memory: a kernel that touches another one's ends the program.
 static void protect(int how) {
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
-    if (memory[i].at != NULL && mprotect(memory[i].at, memory[i].bytes, how) != 0) abort();
+    if (memory[i].at != NULL && memory[i].device == device_of(current) &&
+        mprotect(memory[i].at, memory[i].bytes, how) != 0)
+      abort();
   }
 }
 
@@ -235,9 +270,10 @@ static int do_GetErrorName(int result, const char **name) {
   return result >= 0 ? QKV_CUDA_SUCCESS : INVALID_VALUE;
 }
 static int do_DeviceGetCount(int *count) {
-  return *count = 2, QKV_CUDA_SUCCESS;
+  return *count = device_count(), QKV_CUDA_SUCCESS;
 }
 static int do_DeviceGet(int *device, int ordinal) {
+  if (ordinal < 0 || ordinal >= device_count()) return INVALID_DEVICE;
   return *device = ordinal, QKV_CUDA_SUCCESS;
 }
 static int do_DeviceGetName(char *name, int bytes, int device) {
@@ -258,9 +294,9 @@ static int do_DeviceTotalMem(size_t *bytes, int device) {
   return *bytes = MEMORY_BYTES, QKV_CUDA_SUCCESS;
 }
 static int do_DevicePrimaryCtxRetain(qkv_cuda_context *context, int device) {
-  UNUSED(device);
-  *context = &the_context;
-  state.contexts = (size_t)++retained;
+  *context = &contexts[device];
+  contexts[device].retained++;
+  state.contexts++;
   return QKV_CUDA_SUCCESS;
 }
 static int do_CtxSetCurrent(qkv_cuda_context context) {
@@ -286,13 +322,15 @@ static int do_FuncSetAttribute(qkv_cuda_function function, int attribute, int va
                                                                                     : INVALID_VALUE;
 }
 static int do_MemAlloc(qkv_cuda_memory *at, size_t bytes) {
-  if (state.memory_bytes + bytes > MEMORY_BYTES) return QKV_CUDA_OUT_OF_MEMORY;
+  if (current->memory_bytes + bytes > MEMORY_BYTES) return QKV_CUDA_OUT_OF_MEMORY;
   size_t i = 0;
   while (i < BLOCKS_MAX && memory[i].at != NULL) i++;
   if (i == BLOCKS_MAX) return QKV_CUDA_OUT_OF_MEMORY;
   memory[i].at = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory[i].at == MAP_FAILED) abort();
   memory[i].bytes = bytes;
+  memory[i].device = device_of(current);
+  current->memory_bytes += bytes;
   state.memory_blocks++;
   state.memory_bytes += bytes;
   return *at = (uintptr_t)memory[i].at, QKV_CUDA_SUCCESS;
@@ -351,7 +389,7 @@ static int do_EventRecord(qkv_cuda_event event, qkv_cuda_stream stream) {
 }
 // The first query comes too early; the second one waits.
 static int do_EventQuery(qkv_cuda_event event) {
-  if (hanging) return QKV_CUDA_NOT_READY;
+  if (current->hanging) return QKV_CUDA_NOT_READY;
   if (event->reached == event->recorded) return QKV_CUDA_SUCCESS;
   if (!event->asked) return event->asked = true, QKV_CUDA_NOT_READY;
   run_stream(event->stream);
@@ -363,22 +401,22 @@ static int do_EventElapsedTime(float *ms, qkv_cuda_event from, qkv_cuda_event to
 }
 
 static int do_DevicePrimaryCtxRelease(int device) {
-  UNUSED(device);
-  state.contexts = (size_t)--retained;
+  contexts[device].retained--;
+  state.contexts--;
   return QKV_CUDA_SUCCESS;
 }
 // Frees everything in the context.
 static int do_DevicePrimaryCtxReset(int device) {
-  UNUSED(device);
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
-    if (memory[i].at != NULL) drop_memory(i);
+    if (memory[i].at != NULL && memory[i].device == device) drop_memory(i);
   }
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
-    if (things[i].at != NULL && things[i].count == &state.streams) forget_work(things[i].at);
-    if (things[i].at != NULL) drop(things[i].at);
+    if (things[i].at == NULL || things[i].device != device) continue;
+    if (things[i].count == &state.streams) forget_work(things[i].at);
+    drop(things[i].at);
   }
-  broken = 0;
-  hanging = false;
+  contexts[device].broken = 0;
+  contexts[device].hanging = false;
   return QKV_CUDA_SUCCESS;
 }
 static int do_ModuleUnload(qkv_cuda_module module) {
@@ -403,60 +441,61 @@ static int do_EventDestroy(qkv_cuda_event event) {
   return drop(event);
 }
 
-// The driver's functions: each takes the lock, counts, may fail, and asks for the context where it needs one. What
-// ends something is done whatever the result.
-#define FAKE_AS(name, in_context, always, parameters, arguments)              \
+// The driver's functions: each takes the lock, counts, may fail, and asks for the context where it needs one: `on` is
+// the device, of those in a context the current one. What ends something is done whatever the result.
+#define FAKE_AS(name, on, in_context, always, parameters, arguments)          \
   static int cu_##name parameters {                                           \
     pthread_mutex_lock(&lock);                                                \
-    int result = enter("cu" #name, in_context);                               \
+    int result = enter("cu" #name, on, in_context);                           \
     if (result == QKV_CUDA_SUCCESS || (always)) result = do_##name arguments; \
     pthread_mutex_unlock(&lock);                                              \
     return result;                                                            \
   }
-#define FAKE(name, in_context, parameters, arguments) FAKE_AS(name, in_context, false, parameters, arguments)
-#define FAKE_END(name, in_context, parameters, arguments) FAKE_AS(name, in_context, true, parameters, arguments)
+#define FAKE(name, parameters, arguments) FAKE_AS(name, device_of(current), true, false, parameters, arguments)
+#define FAKE_END(name, parameters, arguments) FAKE_AS(name, device_of(current), true, true, parameters, arguments)
+#define FAKE_ON(name, on, parameters, arguments) FAKE_AS(name, on, false, false, parameters, arguments)
 
-FAKE(Init, false, (unsigned flags), (flags))
-FAKE(DriverGetVersion, false, (int *version), (version))
-FAKE(DeviceGetCount, false, (int *count), (count))
-FAKE(DeviceGet, false, (int *device, int ordinal), (device, ordinal))
-FAKE(DeviceGetName, false, (char *name, int bytes, int device), (name, bytes, device))
-FAKE(DeviceGetUuid, false, (qkv_cuda_uuid * uuid, int device), (uuid, device))
-FAKE(DeviceGetAttribute, false, (int *value, int attribute, int device), (value, attribute, device))
-FAKE(DeviceTotalMem, false, (size_t * bytes, int device), (bytes, device))
-FAKE(DevicePrimaryCtxRetain, false, (qkv_cuda_context * context, int device), (context, device))
-FAKE_END(DevicePrimaryCtxRelease, false, (int device), (device))
-FAKE_END(DevicePrimaryCtxReset, false, (int device), (device))
-FAKE(CtxSetCurrent, false, (qkv_cuda_context context), (context))
-FAKE(ModuleLoadData, true, (qkv_cuda_module * module, const void *image), (module, image))
-FAKE_END(ModuleUnload, true, (qkv_cuda_module module), (module))
-FAKE(ModuleGetFunction, true, (qkv_cuda_function * function, qkv_cuda_module module, const char *name),
+FAKE_ON(Init, NO_DEVICE, (unsigned flags), (flags))
+FAKE_ON(DriverGetVersion, NO_DEVICE, (int *version), (version))
+FAKE_ON(DeviceGetCount, NO_DEVICE, (int *count), (count))
+FAKE_ON(DeviceGet, ordinal < DEVICES_MAX ? ordinal : NO_DEVICE, (int *device, int ordinal), (device, ordinal))
+FAKE_ON(DeviceGetName, device, (char *name, int bytes, int device), (name, bytes, device))
+FAKE_ON(DeviceGetUuid, device, (qkv_cuda_uuid * uuid, int device), (uuid, device))
+FAKE_ON(DeviceGetAttribute, device, (int *value, int attribute, int device), (value, attribute, device))
+FAKE_ON(DeviceTotalMem, device, (size_t * bytes, int device), (bytes, device))
+FAKE_AS(DevicePrimaryCtxRetain, device, true, false, (qkv_cuda_context * context, int device), (context, device))
+FAKE_AS(DevicePrimaryCtxRelease, device, false, true, (int device), (device))
+FAKE_AS(DevicePrimaryCtxReset, device, false, true, (int device), (device))
+FAKE_AS(CtxSetCurrent, device_of(context), context != NULL, false, (qkv_cuda_context context), (context))
+FAKE(ModuleLoadData, (qkv_cuda_module * module, const void *image), (module, image))
+FAKE_END(ModuleUnload, (qkv_cuda_module module), (module))
+FAKE(ModuleGetFunction, (qkv_cuda_function * function, qkv_cuda_module module, const char *name),
      (function, module, name))
-FAKE(FuncSetAttribute, true, (qkv_cuda_function function, int attribute, int value), (function, attribute, value))
-FAKE(MemAlloc, true, (qkv_cuda_memory * at, size_t bytes), (at, bytes))
-FAKE_END(MemFree, true, (qkv_cuda_memory at), (at))
-FAKE(MemHostAlloc, true, (void **at, size_t bytes, unsigned flags), (at, bytes, flags))
-FAKE_END(MemFreeHost, true, (void *at), (at))
-FAKE(MemHostGetDevicePointer, true, (qkv_cuda_memory * at, void *host, unsigned flags), (at, host, flags))
-FAKE(MemcpyHtoDAsync, true, (qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream),
+FAKE(FuncSetAttribute, (qkv_cuda_function function, int attribute, int value), (function, attribute, value))
+FAKE(MemAlloc, (qkv_cuda_memory * at, size_t bytes), (at, bytes))
+FAKE_END(MemFree, (qkv_cuda_memory at), (at))
+FAKE(MemHostAlloc, (void **at, size_t bytes, unsigned flags), (at, bytes, flags))
+FAKE_END(MemFreeHost, (void *at), (at))
+FAKE(MemHostGetDevicePointer, (qkv_cuda_memory * at, void *host, unsigned flags), (at, host, flags))
+FAKE(MemcpyHtoDAsync, (qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream),
      (to, from, bytes, stream))
-FAKE(MemcpyDtoHAsync, true, (void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
+FAKE(MemcpyDtoHAsync, (void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
      (to, from, bytes, stream))
-FAKE(MemcpyDtoDAsync, true, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
+FAKE(MemcpyDtoDAsync, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
      (to, from, bytes, stream))
-FAKE(LaunchKernel, true,
+FAKE(LaunchKernel,
      (qkv_cuda_function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,
       unsigned threads_y, unsigned threads_z, unsigned shared_bytes, qkv_cuda_stream stream, void **parameters,
       void **extra),
      (function, blocks_x, blocks_y, blocks_z, threads_x, threads_y, threads_z, shared_bytes, stream, parameters,
       extra))
-FAKE(StreamCreate, true, (qkv_cuda_stream * stream, unsigned flags), (stream, flags))
-FAKE_END(StreamDestroy, true, (qkv_cuda_stream stream), (stream))
-FAKE(EventCreate, true, (qkv_cuda_event * event, unsigned flags), (event, flags))
-FAKE_END(EventDestroy, true, (qkv_cuda_event event), (event))
-FAKE(EventRecord, true, (qkv_cuda_event event, qkv_cuda_stream stream), (event, stream))
-FAKE(EventQuery, true, (qkv_cuda_event event), (event))
-FAKE(EventElapsedTime, true, (float *ms, qkv_cuda_event from, qkv_cuda_event to), (ms, from, to))
+FAKE(StreamCreate, (qkv_cuda_stream * stream, unsigned flags), (stream, flags))
+FAKE_END(StreamDestroy, (qkv_cuda_stream stream), (stream))
+FAKE(EventCreate, (qkv_cuda_event * event, unsigned flags), (event, flags))
+FAKE_END(EventDestroy, (qkv_cuda_event event), (event))
+FAKE(EventRecord, (qkv_cuda_event event, qkv_cuda_stream stream), (event, stream))
+FAKE(EventQuery, (qkv_cuda_event event), (event))
+FAKE(EventElapsedTime, (float *ms, qkv_cuda_event from, qkv_cuda_event to), (ms, from, to))
 
 static int cu_GetErrorName(int result, const char **name) {
   return do_GetErrorName(result, name);

@@ -5,7 +5,11 @@
 //   - work in a stream runs when it is waited for, not before, so memory that is freed too early is found;
 //   - device memory can be touched only while a stream runs, and not at all once it is freed: an error is a signal;
 //   - a function that needs the context current in its thread says so (201) where it is not;
-//   - errors other than out of memory (2) stay until the context is reset, as those of a GPU do.
+//   - errors other than out of memory (2) stay until the device's context is reset, as those of a GPU do;
+//   - a stream touches memory of its own device alone.
+//
+// It has two devices, or as many as FAKE_CUDA_DEVICES says, up to four, each with a context, memory and errors of its
+// own.
 //
 // The program that builds the library provides the kernels (fake_cuda_kernels). Threads: any; one lock.
 #ifndef QKV_TESTS_STORAGE_GPU_FAKE_CUDA_H
@@ -36,9 +40,12 @@ typedef unsigned fake_cuda_count_function(const char *function);
 
 // The `nth` call from now on of `function` ("cuMemAlloc") fails with `result`, 0 for none. With FAKE_CUDA_HANG, which
 // is for cuEventQuery, it and all that follow are not ready. The variable FAKE_CUDA_FAIL="cuMemAlloc:3:2" does the
-// same at the start.
+// same at the start; with ":1" behind it, to device 1 alone.
 #define FAKE_CUDA_HANG (-1)
 void fake_cuda_fail(const char *function, unsigned nth, int result);
+// The same of calls for one device.
+typedef void fake_cuda_fail_on_function(int device, const char *function, unsigned nth, int result);
+void fake_cuda_fail_on(int device, const char *function, unsigned nth, int result);
 fake_cuda_state fake_cuda_read(void);
 // Calls of the function since the library was loaded.
 unsigned fake_cuda_count(const char *function);
