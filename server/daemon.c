@@ -288,31 +288,12 @@ static qkv_status read_quotas(qkv_daemon *daemon, qkv_error *error) {
 
 static qkv_status start_rpc(qkv_daemon *daemon, qkv_error *error) {
   static const qkv_rpc_method *const methods[] = {
-      qkvi_models_methods,
-      qkvi_calibration_methods,
-      qkvi_open_session_methods,
-      qkvi_sessions_methods,
-      qkvi_forks_methods,
-      qkvi_append_methods,
-      qkvi_attend_methods,
-      qkvi_fetch_methods,
-      qkvi_tiers_methods,
-      qkvi_lifetime_methods,
-      qkvi_lookup_methods,
-      qkvi_prefixes_methods,
-      qkvi_watch_methods,
-      qkvi_put_objects_methods,
-      qkvi_get_objects_methods,
-      qkvi_objects_methods,
-      qkvi_shared_memory_methods,
-      qkvi_unserved_methods,
-      qkvi_admin_methods,
-      qkvi_compare_methods,
-      qkvi_storage_methods,
-      qkvi_quota_methods,
-      qkvi_health_methods,
-      qkvi_reflection_methods,
-      NULL,
+      qkvi_models_methods,        qkvi_calibration_methods, qkvi_open_session_methods, qkvi_sessions_methods,
+      qkvi_forks_methods,         qkvi_append_methods,      qkvi_attend_methods,       qkvi_fetch_methods,
+      qkvi_tiers_methods,         qkvi_lifetime_methods,    qkvi_lookup_methods,       qkvi_prefixes_methods,
+      qkvi_watch_methods,         qkvi_put_objects_methods, qkvi_get_objects_methods,  qkvi_objects_methods,
+      qkvi_shared_memory_methods, qkvi_admin_methods,       qkvi_compare_methods,      qkvi_storage_methods,
+      qkvi_quota_methods,         qkvi_health_methods,      qkvi_reflection_methods,   NULL,
   };
   const qkv_server_options *options = daemon->options;
   const char *anonymous = options->allow_anonymous != NULL ? options->allow_anonymous : "";
@@ -401,13 +382,14 @@ static void start_shared_memory(qkv_daemon *daemon) {
   qkv_metric_value *const counters[QKVI_REGION_COUNTERS] = {
       [QKVI_REGION_COUNT] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_REGIONS],
       [QKVI_REGION_BYTES] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_BYTES],
+      [QKVI_REGION_ON_GPU] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_CUDA_REGIONS],
       [QKVI_REGION_READ] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_READ],
       [QKVI_REGION_WRITTEN] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_WRITTEN],
       [QKVI_REGION_LOST] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_LOST],
   };
   const qkv_server_options *options = daemon->options;
-  daemon->regions =
-      qkvi_regions_create((size_t)options->limit_client_shm, 2 * (size_t)options->limit_message, counters);
+  daemon->regions = qkvi_regions_create((size_t)options->limit_client_shm, 2 * (size_t)options->limit_message,
+                                        daemon->gpu, counters);
 }
 
 static qkv_status start_gpu(qkv_daemon *daemon, qkv_error *error) {

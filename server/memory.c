@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "engine/base/cpu.h"
-#include "server/shared_memory/regions.h"
+#include "server/shared_memory/mapping.h"
 
 enum {
   ARENAS_LEAST = 2,
@@ -52,11 +52,11 @@ static uint64_t span_resident(qkv_heap *heap) {
   return stats.bytes_resident - stats.bytes_outside;
 }
 
-// Bytes of clients' shared memory (server/shared_memory/regions.h), which count as theirs.
+// Bytes of clients' shared memory (server/shared_memory/mapping.h), which count as theirs.
 static int64_t shared_resident(void) {
   char line[128];
   long long kib = 0;
-  FILE *file = qkvi_regions_mapped() > 0 ? fopen("/proc/self/status", "re") : NULL;
+  FILE *file = qkvi_mapping_total() > 0 ? fopen("/proc/self/status", "re") : NULL;
   if (file == NULL) return 0;
   while (fgets(line, sizeof line, file) != NULL) {
     if (sscanf(line, "RssShmem: %lld", &kib) == 1) break;  // NOLINT(cert-err34-c): the kernel's text

@@ -49,11 +49,12 @@
   X(CLIENT_SHM_REGIONS, "qkvd_client_shm_regions", QKV_GAUGE,                                                       \
     "Regions of clients' shared memory that are registered.")                                                       \
   X(CLIENT_SHM_BYTES, "qkvd_client_shm_bytes", QKV_GAUGE, "Bytes of these regions.")                                \
+  X(CLIENT_SHM_CUDA_REGIONS, "qkvd_client_shm_cuda_regions", QKV_GAUGE, "Those of them that lie on the GPU.")       \
   X(CLIENT_SHM_READ, "qkvd_client_shm_read_bytes_total", QKV_COUNTER, "Bytes of rows copied from them.")            \
   X(CLIENT_SHM_WRITTEN, "qkvd_client_shm_written_bytes_total", QKV_COUNTER,                                         \
     "Bytes of rows and results copied into them.")                                                                  \
   X(CLIENT_SHM_LOST, "qkvd_client_shm_lost_total", QKV_COUNTER,                                                     \
-    "Copies that failed because a client had made its object shorter, or /dev/shm was full.")                       \
+    "Copies that failed because a client had made its object shorter, /dev/shm was full, or the GPU had failed.")   \
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.")     \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.")     \
   X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                      \

@@ -174,8 +174,8 @@ const qkv_option qkv_server_option_table[] = {
      "Keep pages that go to lower tiers also as they were, where the session does not say: no memory is freed, and "
      "the way back is exact."},
     {"allow-client-shm", QKV_OPTION_FLAG, AT(allow_client_shm), NULL, 0, 0, NULL,
-     "Let clients on a unix socket register POSIX shared memory that their user owns. Rows are then copied from "
-     "and to it, and do not cross the socket."},
+     "Let clients on a unix socket register POSIX shared memory that their user owns, and memory on the GPU that the "
+     "daemon uses. Rows are then copied from and to it, and do not cross the socket."},
     {"separate-appends", QKV_OPTION_FLAG, AT(separate_appends), NULL, 0, 0, NULL,
      "Code the rows of every append. Without it an append whose token ids another session of the same tenant, "
      "model and salt holds gets that session's pages, and its rows are not compared with them."},

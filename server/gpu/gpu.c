@@ -49,6 +49,7 @@ static bool open_gpu(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
   gpu->open = device;
   gpu->usable = status == QKV_OK;
+  if (gpu->usable) gpu->openings++;
   pthread_mutex_unlock(&gpu->lock);
   if (status != QKV_OK) {
     qkv_log(QKV_LOG_WARN, "no GPU is used, it is tried again later", "{s:s}", "reason", error.text);
@@ -67,6 +68,7 @@ static void close_gpu(qkvi_gpu *gpu) {
   gpu->usable = false;
   while (gpu->held > 0) pthread_cond_wait(&gpu->changed, &gpu->lock);
   qkvi_gpu_drop_copies(gpu);
+  while (gpu->given_back != NULL) qkvi_gpu_close_given_back(gpu);
   qkv_gpu_device *device = gpu->open;
   gpu->open = NULL;
   pthread_mutex_unlock(&gpu->lock);
@@ -141,6 +143,8 @@ static void *run(void *context) {
     } else if (!gpu->usable) {
       close_gpu(gpu);
       plan_retry(gpu, &next);
+    } else if (gpu->given_back != NULL) {
+      qkvi_gpu_close_given_back(gpu);
     } else if (gpu->queue != NULL) {
       qkvi_gpu_upload_next(gpu);
     } else {

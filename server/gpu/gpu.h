@@ -19,6 +19,7 @@
 #define QKV_SERVER_GPU_GPU_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "engine/cache/device.h"
@@ -50,6 +51,28 @@ void qkvi_gpu_destroy(qkvi_gpu **gpu);
 
 // What layers attend with (engine/cache/device.h). Borrowed.
 qkv_device *qkvi_gpu_device(qkvi_gpu *gpu);
+
+// Memory of another process on the GPU (lent.c), from `offset` on in what is opened. It ends with the GPU's use:
+// where it has failed since, reading and writing are UNAVAILABLE, also once it is open again.
+typedef struct qkvi_gpu_lent qkvi_gpu_lent;
+typedef struct qkvi_gpu_loan {
+  int64_t device_id;          // that the GPU must have
+  const uint8_t *handle;      // of QKV_CUDA_IPC_BYTES; NULL: by descriptors
+  const int *descriptors;     // borrowed
+  size_t descriptor_count;    //
+  uint64_t descriptor_bytes;  // of the allocation behind each
+  uint64_t offset, bytes;     // bytes > 0
+} qkvi_gpu_loan;
+// INVALID_ARGUMENT: another device_id, what the driver refuses, or bytes beyond the end of what was opened; errors
+// name the fields of CudaSharedMemoryRegisterRequest. UNAVAILABLE: the GPU is not used now.
+qkv_status qkvi_gpu_lend(qkvi_gpu *gpu, const qkvi_gpu_loan *loan, qkvi_gpu_lent **out, qkv_error *error);
+void qkvi_gpu_give_back(qkvi_gpu_lent **lent);  // NULL inside is none
+// Whether the GPU has not failed since.
+bool qkvi_gpu_lent_lives(qkvi_gpu_lent *lent);
+// [offset, offset + bytes) is inside. They wait for the GPU, for some seconds where it does not answer.
+qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, size_t bytes, qkv_error *error);
+qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void *data, size_t bytes,
+                               qkv_error *error);
 
 typedef struct qkvi_gpu_stats {
   uint64_t bytes_limit, bytes;  // on the GPU

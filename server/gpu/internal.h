@@ -1,5 +1,5 @@
 // Between the files of server/gpu: gpu.c opens and closes the GPU and has the thread, copies.c decides which ranges
-// are resident, calls.c runs kernels.
+// are resident, calls.c runs kernels, lent.c has memory of other processes.
 #ifndef QKV_SERVER_GPU_INTERNAL_H
 #define QKV_SERVER_GPU_INTERNAL_H
 
@@ -63,8 +63,10 @@ struct qkvi_gpu {
   qkv_gpu_device *open;  // NULL: none is
   bool usable;           // copies of it may be held
   bool stopping;
-  size_t held;            // by callers: the GPU stays open
-  int64_t full_until_ms;  // no memory was found: none is looked for before
+  size_t held;                // by callers: the GPU stays open
+  uint64_t openings;          // how often it was opened
+  int64_t full_until_ms;      // no memory was found: none is looked for before
+  qkvi_gpu_lent *given_back;  // to be closed by the thread
   struct qkv_device_copy *table;
   struct qkv_device_copy *resident;  // from the longest unused one on
   struct qkv_device_copy *queue;
@@ -103,6 +105,9 @@ qkv_cuda_memory qkvi_gpu_image_of(const qkv_device_copy *copy, uint32_t page, ui
 void qkvi_gpu_upload_next(qkvi_gpu *gpu);
 void qkvi_gpu_drop_copies(qkvi_gpu *gpu);
 void qkvi_gpu_destroy_copies(qkvi_gpu *gpu);
+
+// lent.c, by the thread: closes what was given back last. The lock is held, and released meanwhile.
+void qkvi_gpu_close_given_back(qkvi_gpu *gpu);
 
 // calls.c: the others; tables and scratch memory, which go with the GPU.
 bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call);

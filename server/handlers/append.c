@@ -312,7 +312,8 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   if (stream->bulk) return submit(stream);
   if (!parse(stream)) return;
   stream->bulk = (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard) ||
-                 stream->request.shared_bytes > QKVI_INLINE_ROWS_MAX;
+                 stream->request.shared_bytes > QKVI_INLINE_ROWS_MAX ||
+                 qkvi_request_may_wait(&stream->request, stream->daemon->regions);
   const bool stages = stream->request.opens > 0 || stream->request.complete;
   if (stages) stream->waits = qkvi_session_waits(call);
   if (stream->bulk || stages) return submit(stream);

@@ -622,7 +622,9 @@ static void take(qkv_rpc_call *call, qkv_bytes message, bool stream) {
   state->waits = 0;
   if (message.length > QKVI_INLINE_MESSAGE_MAX) return submit(state, QKVI_WAIT_LAYERS);
   if (!parse(state)) return;
-  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX) return submit(state, QKVI_WAIT_LAYERS);
+  if (qkvi_request_row_bytes(&state->request) > QKVI_INLINE_ROWS_MAX ||
+      qkvi_request_may_wait(&state->request, state->daemon->regions))
+    return submit(state, QKVI_WAIT_LAYERS);
   qkv_status status = check(state, &error);
   if (status != QKV_OK && status != QKV_UNAVAILABLE) return qkvi_control_fail(call, &error);
   if (status == QKV_UNAVAILABLE || state->cost > INLINE_COST_MAX)

@@ -467,13 +467,27 @@ static void send_next(fetch_stream *stream) {
 
 static void send_job(void *context) {
   fetch_stream *stream = context;
-  if (qkvi_job_wanted(stream->call)) send_next(stream);
+  if (!qkvi_job_wanted(stream->call)) return;
+  if (stream->run.tokens > 0)
+    send_chunk(stream);
+  else
+    send_next(stream);
+}
+
+// Copying to a GPU waits for it.
+static bool may_wait(const fetch_stream *stream) {
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    if (stream->into_region[part] != NULL && qkvi_region_is_on_gpu(stream->into_region[part])) return true;
+  }
+  return false;
 }
 
 static void on_sent(qkv_rpc_call *call) {
   fetch_stream *stream = qkv_rpc_state(call);
-  if (stream->run.tokens > 0) return send_chunk(stream);
-  if (stream->daemon->options->discard) return send_next(stream);
+  if (!may_wait(stream)) {
+    if (stream->run.tokens > 0) return send_chunk(stream);
+    if (stream->daemon->options->discard) return send_next(stream);
+  }
   qkvi_job_submit(call, stream->waits, send_job, stream);
 }
 

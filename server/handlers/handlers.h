@@ -22,7 +22,6 @@ extern const qkv_rpc_method qkvi_put_objects_methods[];    // objects/put.c
 extern const qkv_rpc_method qkvi_get_objects_methods[];    // objects/get.c
 extern const qkv_rpc_method qkvi_objects_methods[];        // objects/control.c: Has, Delete, List
 extern const qkv_rpc_method qkvi_shared_memory_methods[];  // shared_memory/control.c
-extern const qkv_rpc_method qkvi_unserved_methods[];       // unserved.c: in the contract, answered UNIMPLEMENTED
 extern const qkv_rpc_method qkvi_admin_methods[];          // admin.c: GetStatus, Drain
 extern const qkv_rpc_method qkvi_compare_methods[];        // compare.c
 extern const qkv_rpc_method qkvi_storage_methods[];        // storage.c: GetStorage, VerifyStorage, Compact

@@ -623,6 +623,10 @@ uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const c
   return load.bytes;
 }
 
+bool qkvi_request_may_wait(const qkvi_request *request, qkvi_regions *regions) {
+  return (request->shared_count > 0 || request->into.region.length > 0) && qkvi_regions_may_wait(regions);
+}
+
 void qkvi_request_unload(qkvi_request *request) {
   if (request->regions != NULL) qkvi_buffers_return(qkvi_regions_buffers(request->regions), &request->shared);
   request->regions = NULL;

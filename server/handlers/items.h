@@ -84,6 +84,8 @@ void qkvi_request_deinit(qkvi_request *request);
 // qkvi_request_row_bytes is large. `regions` is not NULL where the limits allowed shared memory. Returns the bytes
 // that this call copied.
 uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const char *tenant);
+// Whether loading it, or writing its results, may wait for a GPU: not on a completion-queue thread then.
+bool qkvi_request_may_wait(const qkvi_request *request, qkvi_regions *regions);
 // Releases the memory of those copies, as do qkvi_request_parse and qkvi_request_deinit. Their tensors end.
 void qkvi_request_unload(qkvi_request *request);
 

@@ -1,4 +1,4 @@
-// SystemSharedMemoryRegister, ...Status, ...Unregister.
+// SystemSharedMemoryRegister, ...Status, ...Unregister, and the same of CudaSharedMemory.
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdlib.h>
@@ -11,6 +11,7 @@
 #include "server/handlers/control.h"
 #include "server/handlers/handlers.h"
 #include "server/handlers/jobs.h"
+#include "storage/gpu/driver.h"
 
 static qkv_status allowed(const qkv_daemon *daemon, qkv_error *error) {
   if (daemon->regions != NULL) return QKV_OK;
@@ -19,26 +20,56 @@ static qkv_status allowed(const qkv_daemon *daemon, qkv_error *error) {
 
 // ---- Register ----
 
-static qkv_status add_region(const qkv_rpc_call *call, const Qkv__V1__SystemSharedMemoryRegion *region,
-                             qkv_error *error) {
+static qkv_status may_register(const qkv_rpc_call *call, uid_t *user, qkv_error *error) {
+  QKV_TRY(allowed(qkv_rpc_context(call), error));
+  if (qkvi_call_user(call, user)) return QKV_OK;
+  return qkv_fail(
+      error, QKV_PERMISSION_DENIED,
+      "shared memory is registered by a unix socket: of another connection the daemon does not know whose "
+      "memory it may use");
+}
+
+static qkv_status add_region(const qkv_rpc_call *call, const qkvi_region_spec *spec, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
+  QKV_TRY(qkvi_regions_add(daemon->regions, spec, error));
+  qkv_log(QKV_LOG_DEBUG, "shared memory registered", "{s:s, s:s*, s:s, s:I}", "region", spec->name, "tenant",
+          qkvi_tenant_to_log(spec->tenant), "key", spec->kind == QKVI_REGION_CUDA ? "on the GPU" : spec->key, "bytes",
+          (json_int_t)spec->bytes);
+  return QKV_OK;
+}
+
+static qkv_status add_system(const qkv_rpc_call *call, const Qkv__V1__SystemSharedMemoryRegion *region,
+                             qkv_error *error) {
   uid_t user = 0;
-  QKV_TRY(allowed(daemon, error));
+  QKV_TRY(may_register(call, &user, error));
   if (region == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "region is missing");
-  if (!qkvi_call_user(call, &user))
-    return qkv_fail(
-        error, QKV_PERMISSION_DENIED,
-        "shared memory is registered by a unix socket: of another connection the daemon does not know whose "
-        "memory it may use");
-  const qkvi_region_spec spec = {.tenant = qkvi_call_tenant(call),
+  const qkvi_region_spec spec = {.kind = QKVI_REGION_SYSTEM,
+                                 .tenant = qkvi_call_tenant(call),
                                  .name = region->name,
                                  .key = region->key,
+                                 .owner = user,
                                  .offset = region->offset,
                                  .bytes = region->byte_size};
-  QKV_TRY(qkvi_regions_add(daemon->regions, &spec, user, error));
-  qkv_log(QKV_LOG_DEBUG, "shared memory registered", "{s:s, s:s*, s:s, s:I}", "region", spec.name, "tenant",
-          qkvi_tenant_to_log(spec.tenant), "key", spec.key, "bytes", (json_int_t)spec.bytes);
-  return QKV_OK;
+  return add_region(call, &spec, error);
+}
+
+static qkv_status add_cuda(const qkv_rpc_call *call, const Qkv__V1__CudaSharedMemoryRegisterRequest *request,
+                           qkv_error *error) {
+  const Qkv__V1__CudaSharedMemoryRegion *region = request->region;
+  uid_t user = 0;
+  QKV_TRY(may_register(call, &user, error));
+  if (region == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "region is missing");
+  if (request->raw_handle.len != QKV_CUDA_IPC_BYTES)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "raw_handle has %zu bytes, must be a cudaIpcMemHandle_t of %d",
+                    request->raw_handle.len, QKV_CUDA_IPC_BYTES);
+  const qkvi_region_spec spec = {.kind = QKVI_REGION_CUDA,
+                                 .tenant = qkvi_call_tenant(call),
+                                 .name = region->name,
+                                 .device_id = region->device_id,
+                                 .handle = request->raw_handle.data,
+                                 .offset = request->offset,
+                                 .bytes = region->byte_size};
+  return add_region(call, &spec, error);
 }
 
 static void register_job(void *context) {
@@ -47,7 +78,7 @@ static void register_job(void *context) {
   Qkv__V1__SystemSharedMemoryRegisterResponse response = QKV__V1__SYSTEM_SHARED_MEMORY_REGISTER_RESPONSE__INIT;
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  if (add_region(call, request->region, &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  if (add_system(call, request->region, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }
 
@@ -56,10 +87,25 @@ static void on_register(qkv_rpc_call *call, qkv_bytes message) {
                    register_job);
 }
 
+static void register_cuda_job(void *context) {
+  qkv_rpc_call *call = context;
+  Qkv__V1__CudaSharedMemoryRegisterResponse response = QKV__V1__CUDA_SHARED_MEMORY_REGISTER_RESPONSE__INIT;
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(call)) return;
+  if (add_cuda(call, qkv_rpc_state(call), &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  qkvi_control_reply(call, &response.base);
+}
+
+// The driver may take its time, as the disk does.
+static void on_register_cuda(qkv_rpc_call *call, qkv_bytes message) {
+  qkvi_request_job(call, message, &qkv__v1__cuda_shared_memory_register_request__descriptor,
+                   QKVI_WAIT_LAYERS | QKVI_WAIT_DISK, register_cuda_job);
+}
+
 // ---- Status ----
 
 typedef struct region_list {
-  Qkv__V1__SystemSharedMemoryRegion **regions;
+  ProtobufCMessage **regions;
   size_t count, capacity;
 } region_list;
 
@@ -69,6 +115,31 @@ static char *copy_text(const char *text) {
   return copy;
 }
 
+static void *make_message(size_t bytes) {
+  void *message = malloc(bytes);
+  if (message == NULL) abort();
+  return message;
+}
+
+static ProtobufCMessage *system_message(const qkvi_region_spec *spec) {
+  Qkv__V1__SystemSharedMemoryRegion *region = make_message(sizeof *region);
+  qkv__v1__system_shared_memory_region__init(region);
+  region->name = copy_text(spec->name);
+  region->key = copy_text(spec->key);
+  region->offset = spec->offset;
+  region->byte_size = spec->bytes;
+  return &region->base;
+}
+
+static ProtobufCMessage *cuda_message(const qkvi_region_spec *spec) {
+  Qkv__V1__CudaSharedMemoryRegion *region = make_message(sizeof *region);
+  qkv__v1__cuda_shared_memory_region__init(region);
+  region->name = copy_text(spec->name);
+  region->device_id = spec->device_id;
+  region->byte_size = spec->bytes;
+  return &region->base;
+}
+
 static void list_region(void *context, const qkvi_region_spec *spec) {
   region_list *list = context;
   if (list->count == list->capacity) {
@@ -76,14 +147,7 @@ static void list_region(void *context, const qkvi_region_spec *spec) {
     list->regions = realloc((void *)list->regions, list->capacity * sizeof *list->regions);
     if (list->regions == NULL) abort();
   }
-  Qkv__V1__SystemSharedMemoryRegion *region = malloc(sizeof *region);
-  if (region == NULL) abort();
-  qkv__v1__system_shared_memory_region__init(region);
-  region->name = copy_text(spec->name);
-  region->key = copy_text(spec->key);
-  region->offset = spec->offset;
-  region->byte_size = spec->bytes;
-  list->regions[list->count++] = region;
+  list->regions[list->count++] = spec->kind == QKVI_REGION_CUDA ? cuda_message(spec) : system_message(spec);
 }
 
 static void free_list(region_list *list) {
@@ -91,19 +155,38 @@ static void free_list(region_list *list) {
   free((void *)list->regions);
 }
 
+static qkv_status list_all(const qkv_rpc_call *call, qkvi_region_kind kind, const char *name, region_list *list,
+                           qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  QKV_TRY(allowed(daemon, error));
+  return qkvi_regions_each(daemon->regions, kind, qkvi_call_tenant(call), name, list_region, list, error);
+}
+
 static void status_job(void *context) {
   qkv_rpc_call *call = context;
-  const qkv_daemon *daemon = qkv_rpc_context(call);
   const Qkv__V1__SystemSharedMemoryStatusRequest *request = qkv_rpc_state(call);
   Qkv__V1__SystemSharedMemoryStatusResponse response = QKV__V1__SYSTEM_SHARED_MEMORY_STATUS_RESPONSE__INIT;
   region_list list = {0};
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = allowed(daemon, &error);
-  if (status == QKV_OK)
-    status = qkvi_regions_each(daemon->regions, qkvi_call_tenant(call), request->name, list_region, &list, &error);
-  if (status != QKV_OK) return qkvi_control_fail(call, &error);
-  response.regions = list.regions;
+  if (list_all(call, QKVI_REGION_SYSTEM, request->name, &list, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  response.regions = (Qkv__V1__SystemSharedMemoryRegion **)list.regions;
+  response.n_regions = list.count;
+  qkvi_control_reply(call, &response.base);
+  free_list(&list);
+}
+
+static void status_cuda_job(void *context) {
+  qkv_rpc_call *call = context;
+  const Qkv__V1__CudaSharedMemoryStatusRequest *request = qkv_rpc_state(call);
+  Qkv__V1__CudaSharedMemoryStatusResponse response = QKV__V1__CUDA_SHARED_MEMORY_STATUS_RESPONSE__INIT;
+  region_list list = {0};
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(call)) return;
+  if (list_all(call, QKVI_REGION_CUDA, request->name, &list, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  response.regions = (Qkv__V1__CudaSharedMemoryRegion **)list.regions;
   response.n_regions = list.count;
   qkvi_control_reply(call, &response.base);
   free_list(&list);
@@ -114,18 +197,38 @@ static void on_status(qkv_rpc_call *call, qkv_bytes message) {
                    status_job);
 }
 
+static void on_status_cuda(qkv_rpc_call *call, qkv_bytes message) {
+  qkvi_request_job(call, message, &qkv__v1__cuda_shared_memory_status_request__descriptor, QKVI_WAIT_LAYERS,
+                   status_cuda_job);
+}
+
 // ---- Unregister ----
+
+static qkv_status remove_regions(const qkv_rpc_call *call, qkvi_region_kind kind, const char *name,
+                                 qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  QKV_TRY(allowed(daemon, error));
+  return qkvi_regions_remove(daemon->regions, kind, qkvi_call_tenant(call), name, error);
+}
 
 static void unregister_job(void *context) {
   qkv_rpc_call *call = context;
-  const qkv_daemon *daemon = qkv_rpc_context(call);
   const Qkv__V1__SystemSharedMemoryUnregisterRequest *request = qkv_rpc_state(call);
   Qkv__V1__SystemSharedMemoryUnregisterResponse response = QKV__V1__SYSTEM_SHARED_MEMORY_UNREGISTER_RESPONSE__INIT;
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  qkv_status status = allowed(daemon, &error);
-  if (status == QKV_OK) status = qkvi_regions_remove(daemon->regions, qkvi_call_tenant(call), request->name, &error);
-  if (status != QKV_OK) return qkvi_control_fail(call, &error);
+  if (remove_regions(call, QKVI_REGION_SYSTEM, request->name, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  qkvi_control_reply(call, &response.base);
+}
+
+static void unregister_cuda_job(void *context) {
+  qkv_rpc_call *call = context;
+  const Qkv__V1__CudaSharedMemoryUnregisterRequest *request = qkv_rpc_state(call);
+  Qkv__V1__CudaSharedMemoryUnregisterResponse response = QKV__V1__CUDA_SHARED_MEMORY_UNREGISTER_RESPONSE__INIT;
+  qkv_error error = {0};
+  if (!qkvi_job_wanted(call)) return;
+  if (remove_regions(call, QKVI_REGION_CUDA, request->name, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }
 
@@ -134,10 +237,22 @@ static void on_unregister(qkv_rpc_call *call, qkv_bytes message) {
                    unregister_job);
 }
 
+static void on_unregister_cuda(qkv_rpc_call *call, qkv_bytes message) {
+  qkvi_request_job(call, message, &qkv__v1__cuda_shared_memory_unregister_request__descriptor, QKVI_WAIT_LAYERS,
+                   unregister_cuda_job);
+}
+
 const qkv_rpc_method qkvi_shared_memory_methods[] = {
     {.path = "/qkv.v1.SharedMemory/SystemSharedMemoryRegister", .message = on_register, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.SharedMemory/SystemSharedMemoryStatus", .message = on_status, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.SharedMemory/SystemSharedMemoryUnregister",
      .message = on_unregister,
+     .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.SharedMemory/CudaSharedMemoryRegister",
+     .message = on_register_cuda,
+     .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.SharedMemory/CudaSharedMemoryStatus", .message = on_status_cuda, .destroy = qkvi_control_free},
+    {.path = "/qkv.v1.SharedMemory/CudaSharedMemoryUnregister",
+     .message = on_unregister_cuda,
      .destroy = qkvi_control_free},
     {0}};

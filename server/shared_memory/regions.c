@@ -1,29 +1,25 @@
 #include "server/shared_memory/regions.h"
 
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "server/shared_memory/copy.h"
+#include "server/shared_memory/mapping.h"
+#include "storage/gpu/driver.h"
 
 struct qkvi_region {
+  qkvi_region_kind kind;
   char tenant[QKV_NAME_MAX + 1], name[QKV_NAME_MAX + 1];
-  char key[QKVI_REGION_KEY_MAX + 2];  // with '/'
-  uint64_t offset, bytes;             // in the object
-  dev_t device;                       // of the object
-  ino_t inode;
-  uint8_t *mapping;  // from the page of `offset` on
-  size_t mapped;
-  uint8_t *data;  // the region's first byte
+  uint64_t offset, bytes;
+  qkvi_mapping mapping;                // system
+  qkvi_gpu_lent *lent;                 // CUDA
+  int64_t device_id;                   //
+  bool by_handle;                      //
+  uint8_t handle[QKV_CUDA_IPC_BYTES];  // where it is by one
   _Atomic uint64_t references;
   qkv_metric_value *const *counters;
   qkvi_region *next;
@@ -33,21 +29,25 @@ struct qkvi_regions {
   pthread_mutex_t lock;  // of the list
   qkvi_region *first;    // in the order of their registration
   size_t count, count_max;
+  _Atomic size_t on_gpu;  // of these
+  qkvi_gpu *gpu;
   qkvi_buffers *buffers;
   qkv_metric_value *counters[QKVI_REGION_COUNTERS];
 };
-
-static _Atomic uint64_t bytes_mapped;
-
-uint64_t qkvi_regions_mapped(void) {
-  return atomic_load_explicit(&bytes_mapped, memory_order_relaxed);
-}
 
 qkvi_buffers *qkvi_regions_buffers(qkvi_regions *regions) {
   return regions->buffers;
 }
 
-qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max,
+bool qkvi_regions_may_wait(qkvi_regions *regions) {
+  return regions != NULL && atomic_load_explicit(&regions->on_gpu, memory_order_relaxed) > 0;
+}
+
+bool qkvi_region_is_on_gpu(const qkvi_region *region) {
+  return region->kind == QKVI_REGION_CUDA;
+}
+
+qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, qkvi_gpu *gpu,
                                   qkv_metric_value *const counters[QKVI_REGION_COUNTERS]) {
   qkvi_regions *regions = calloc(1, sizeof *regions);
   if (regions == NULL) abort();
@@ -55,6 +55,7 @@ qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max,
   assert(failed == 0);
   (void)failed;
   regions->count_max = count_max;
+  regions->gpu = gpu;
   regions->buffers = qkvi_buffers_create(kept_max);
   memcpy((void *)regions->counters, (const void *)counters, sizeof regions->counters);
   qkvi_copy_setup();
@@ -63,20 +64,26 @@ qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max,
 
 void qkvi_region_release(qkvi_region *region) {
   if (region == NULL || atomic_fetch_sub_explicit(&region->references, 1, memory_order_acq_rel) > 1) return;
-  if (region->mapping != NULL) {
-    (void)munmap(region->mapping, region->mapped);
-    (void)atomic_fetch_sub_explicit(&bytes_mapped, region->mapped, memory_order_relaxed);
-  }
+  qkvi_mapping_close(&region->mapping);
+  qkvi_gpu_give_back(&region->lent);
   free(region);
+}
+
+// Bookkeeping of a region that is taken into the list, or out of it. With the lock.
+static void count(qkvi_regions *regions, const qkvi_region *region, int sign) {
+  const bool on_gpu = qkvi_region_is_on_gpu(region);
+  regions->count += (size_t)sign;
+  regions->on_gpu += on_gpu ? (size_t)sign : 0;
+  qkv_metric_add(regions->counters[QKVI_REGION_COUNT], sign);
+  qkv_metric_add(regions->counters[QKVI_REGION_BYTES], sign * (int64_t)region->bytes);
+  qkv_metric_add(regions->counters[QKVI_REGION_ON_GPU], on_gpu ? sign : 0);
 }
 
 // Removes the region behind *place from the list. With the lock.
 static void take_out(qkvi_regions *regions, qkvi_region **place) {
   qkvi_region *region = *place;
   *place = region->next;
-  regions->count--;
-  qkv_metric_add(regions->counters[QKVI_REGION_COUNT], -1);
-  qkv_metric_add(regions->counters[QKVI_REGION_BYTES], -(int64_t)region->bytes);
+  count(regions, region, -1);
   qkvi_region_release(region);
 }
 
@@ -92,98 +99,44 @@ void qkvi_regions_destroy(qkvi_regions **regions) {
 
 // ---- Register ----
 
-static qkv_status copy_key(const char *key, qkvi_region *region, qkv_error *error) {
-  const char *name = key[0] == '/' ? key + 1 : key;
-  const size_t length = strlen(name);
-  if (length == 0 || length > QKVI_REGION_KEY_MAX)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "region.key has %zu characters after a '/', allowed are 1 to %d",
-                    length, QKVI_REGION_KEY_MAX);
-  if (strchr(name, '/') != NULL || strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT,
-                    "region.key is %.64s, must be the name of a shared memory object: no path", key);
-  region->key[0] = '/';
-  memcpy(region->key + 1, name, length + 1);
-  return QKV_OK;
+static qkv_status open_system(qkvi_region *region, const qkvi_region_spec *spec, qkv_error *error) {
+  if (spec->descriptors == NULL)
+    return qkvi_mapping_open(spec->key, spec->offset, spec->bytes, spec->owner, &region->mapping, error);
+  if (spec->descriptor_count != 1)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "descriptor stands for %zu, system memory has 1",
+                    spec->descriptor_count);
+  return qkvi_mapping_of_descriptor(spec->descriptors[0], spec->offset, spec->bytes, &region->mapping, error);
 }
 
-static qkv_status copy_spec(const qkvi_region_spec *spec, qkvi_region *region, qkv_error *error) {
+static qkv_status open_cuda(const qkvi_regions *regions, qkvi_region *region, const qkvi_region_spec *spec,
+                            qkv_error *error) {
+  const qkvi_gpu_loan loan = {.device_id = spec->device_id,
+                              .handle = spec->handle,
+                              .descriptors = spec->descriptors,
+                              .descriptor_count = spec->descriptor_count,
+                              .descriptor_bytes = spec->descriptor_bytes,
+                              .offset = spec->offset,
+                              .bytes = spec->bytes};
+  if (regions->gpu == NULL)
+    return qkv_fail(error, QKV_FAILED_PRECONDITION,
+                    "region.device_id is %" PRId64 ", this daemon uses no GPU (--gpu-memory)", spec->device_id);
+  region->device_id = spec->device_id;
+  region->by_handle = spec->handle != NULL;
+  if (region->by_handle) memcpy(region->handle, spec->handle, sizeof region->handle);
+  return qkvi_gpu_lend(regions->gpu, &loan, &region->lent, error);
+}
+
+static qkv_status open_region(const qkvi_regions *regions, qkvi_region *region, const qkvi_region_spec *spec,
+                              qkv_error *error) {
   QKV_TRY(qkv_name_check(spec->name, "region.name", error));
-  QKV_TRY(copy_key(spec->key, region, error));
   if (spec->bytes == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "region.byte_size is 0, at least 1");
   memcpy(region->name, spec->name, strlen(spec->name) + 1);
   memcpy(region->tenant, spec->tenant, strlen(spec->tenant) + 1);
+  region->kind = spec->kind;
   region->offset = spec->offset;
   region->bytes = spec->bytes;
-  return QKV_OK;
-}
-
-// The user id that stands for all users that are unknown in this process's user namespace (systemd's PrivateUsers):
-// two of them cannot be distinguished.
-static uid_t unknown_user(void) {
-  unsigned user = 65534;
-  FILE *file = fopen("/proc/sys/kernel/overflowuid", "re");
-  if (file == NULL) return user;
-  if (fscanf(file, "%u", &user) != 1) user = 65534;  // NOLINT(cert-err34-c): the kernel's text
-  (void)fclose(file);
-  return user;
-}
-
-static qkv_status check_object(const qkvi_region *region, const struct stat *object, uid_t owner, qkv_error *error) {
-  if (!S_ISREG(object->st_mode))
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "region.key %.64s is no shared memory object", region->key);
-  if (owner == unknown_user())
-    return qkv_fail(
-        error, QKV_PERMISSION_DENIED,
-        "region.key %.64s: the client's user is %u, which stands for every user whom the daemon cannot tell "
-        "from others",
-        region->key, (unsigned)owner);
-  if (object->st_uid != owner)
-    return qkv_fail(error, QKV_PERMISSION_DENIED, "region.key %.64s is an object of user %u, the client's is %u",
-                    region->key, (unsigned)object->st_uid, (unsigned)owner);
-  uint64_t end = 0;
-  if (__builtin_add_overflow(region->offset, region->bytes, &end) || end > (uint64_t)object->st_size)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT,
-                    "region.offset is %" PRIu64 " and region.byte_size %" PRIu64 ", the object %.64s has %" PRIu64
-                    " bytes",
-                    region->offset, region->bytes, region->key, (uint64_t)object->st_size);
-  return QKV_OK;
-}
-
-static qkv_status map_object(qkvi_region *region, int fd, qkv_error *error) {
-  const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), before = region->offset % page;
-  region->mapped = region->bytes + before;
-  void *mapping =
-      mmap(NULL, region->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)(region->offset - before));
-  if (mapping == MAP_FAILED)
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "region.byte_size is %" PRIu64 ", cannot map so much: %s",
-                    region->bytes, strerror(errno));
-  (void)atomic_fetch_add_explicit(&bytes_mapped, region->mapped, memory_order_relaxed);
-  region->mapping = mapping;
-  region->data = region->mapping + before;
-  return QKV_OK;
-}
-
-static qkv_status open_object(qkvi_region *region, uid_t owner, qkv_error *error) {
-  struct stat object;
-  // Of shm_open's flags O_NOFOLLOW is glibc's own; O_NONBLOCK: opening never waits, whatever file it is.
-  const int fd = shm_open(region->key, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
-  if (fd < 0 && errno == ENOENT)
-    return qkv_fail(error, QKV_NOT_FOUND, "region.key %.64s: there is no such object", region->key);
-  if (fd < 0) {
-    const bool denied = errno == EACCES || errno == EPERM;
-    return qkv_fail(error, denied ? QKV_PERMISSION_DENIED : QKV_INVALID_ARGUMENT,
-                    "region.key %.64s cannot be opened by the daemon, user %u: %s", region->key, (unsigned)geteuid(),
-                    strerror(errno));
-  }
-  const int failed = fstat(fd, &object);
-  assert(failed == 0);
-  (void)failed;
-  region->device = object.st_dev;
-  region->inode = object.st_ino;
-  qkv_status status = check_object(region, &object, owner, error);
-  if (status == QKV_OK) status = map_object(region, fd, error);
-  (void)close(fd);
-  return status;
+  return region->kind == QKVI_REGION_CUDA ? open_cuda(regions, region, spec, error)
+                                          : open_system(region, spec, error);
 }
 
 // The list position of the tenant's region of this name, or where it would be.
@@ -195,36 +148,43 @@ static qkvi_region **find_place(qkvi_regions *regions, const char *tenant, const
 }
 
 static bool is_same(const qkvi_region *a, const qkvi_region *b) {
-  return strcmp(a->key, b->key) == 0 && a->offset == b->offset && a->bytes == b->bytes && a->device == b->device &&
-         a->inode == b->inode;
+  if (a->kind != b->kind || a->offset != b->offset || a->bytes != b->bytes) return false;
+  if (a->kind == QKVI_REGION_CUDA)
+    return a->by_handle && b->by_handle && memcmp(a->handle, b->handle, sizeof a->handle) == 0;
+  return strcmp(a->mapping.key, b->mapping.key) == 0 && a->mapping.device == b->mapping.device &&
+         a->mapping.inode == b->mapping.inode;
+}
+
+static qkv_status already_exists(const qkvi_region *other, qkv_error *error) {
+  if (other->kind == QKVI_REGION_CUDA)
+    return qkv_fail(error, QKV_ALREADY_EXISTS, "region.name %s is another region, on the GPU", other->name);
+  return qkv_fail(error, QKV_ALREADY_EXISTS, "region.name %s is another region, of the object %.64s", other->name,
+                  qkvi_mapping_name(&other->mapping));
 }
 
 // With the lock. The region is taken where `*added`.
 static qkv_status put_in(qkvi_regions *regions, qkvi_region *region, bool *added, qkv_error *error) {
   qkvi_region **place = find_place(regions, region->tenant, region->name);
-  if (*place != NULL) {
-    if (is_same(*place, region)) return QKV_OK;
-    return qkv_fail(error, QKV_ALREADY_EXISTS, "region.name %s is another region, of the object %.64s", region->name,
-                    (*place)->key);
+  if (*place != NULL && (*place)->lent != NULL && !qkvi_gpu_lent_lives((*place)->lent)) {
+    take_out(regions, place);
+    place = find_place(regions, region->tenant, region->name);
   }
+  if (*place != NULL) return is_same(*place, region) ? QKV_OK : already_exists(*place, error);
   if (regions->count == regions->count_max)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-client-shm is %zu, all are in use", regions->count_max);
   *place = region;
-  regions->count++;
-  qkv_metric_add(regions->counters[QKVI_REGION_COUNT], 1);
-  qkv_metric_add(regions->counters[QKVI_REGION_BYTES], (int64_t)region->bytes);
+  count(regions, region, 1);
   *added = true;
   return QKV_OK;
 }
 
-qkv_status qkvi_regions_add(qkvi_regions *regions, const qkvi_region_spec *spec, uid_t owner, qkv_error *error) {
+qkv_status qkvi_regions_add(qkvi_regions *regions, const qkvi_region_spec *spec, qkv_error *error) {
   qkvi_region *region = calloc(1, sizeof *region);
   bool added = false;
   if (region == NULL) abort();
   atomic_init(&region->references, 1);
   region->counters = regions->counters;
-  qkv_status status = copy_spec(spec, region, error);
-  if (status == QKV_OK) status = open_object(region, owner, error);
+  qkv_status status = open_region(regions, region, spec, error);
   if (status == QKV_OK) {
     (void)pthread_mutex_lock(&regions->lock);
     status = put_in(regions, region, &added, error);
@@ -240,12 +200,17 @@ static qkv_status not_registered(const char *name, qkv_error *error) {
   return qkv_fail(error, QKV_NOT_FOUND, "the region %s is not registered", name);
 }
 
-qkv_status qkvi_regions_remove(qkvi_regions *regions, const char *tenant, const char *name, qkv_error *error) {
-  const bool all = name[0] == '\0';
-  bool found = all;
+static bool is_meant(const qkvi_region *region, qkvi_region_kind kind, const char *tenant, const char *name) {
+  return region->kind == kind && strcmp(region->tenant, tenant) == 0 &&
+         (name[0] == '\0' || strcmp(region->name, name) == 0);
+}
+
+qkv_status qkvi_regions_remove(qkvi_regions *regions, qkvi_region_kind kind, const char *tenant, const char *name,
+                               qkv_error *error) {
+  bool found = name[0] == '\0';
   (void)pthread_mutex_lock(&regions->lock);
   for (qkvi_region **place = &regions->first; *place != NULL;) {
-    const bool meant = strcmp((*place)->tenant, tenant) == 0 && (all || strcmp((*place)->name, name) == 0);
+    const bool meant = is_meant(*place, kind, tenant, name);
     found |= meant;
     if (meant)
       take_out(regions, place);
@@ -256,18 +221,19 @@ qkv_status qkvi_regions_remove(qkvi_regions *regions, const char *tenant, const 
   return found ? QKV_OK : not_registered(name, error);
 }
 
-qkv_status qkvi_regions_each(qkvi_regions *regions, const char *tenant, const char *name,
+qkv_status qkvi_regions_each(qkvi_regions *regions, qkvi_region_kind kind, const char *tenant, const char *name,
                              void (*fn)(void *context, const qkvi_region_spec *spec), void *context,
                              qkv_error *error) {
-  const bool all = name[0] == '\0';
-  bool found = all;
+  bool found = name[0] == '\0';
   (void)pthread_mutex_lock(&regions->lock);
   for (const qkvi_region *region = regions->first; region != NULL; region = region->next) {
-    if (strcmp(region->tenant, tenant) != 0 || (!all && strcmp(region->name, name) != 0)) continue;
+    if (!is_meant(region, kind, tenant, name)) continue;
     found = true;
-    fn(context, &(qkvi_region_spec){.tenant = region->tenant,
+    fn(context, &(qkvi_region_spec){.kind = kind,
+                                    .tenant = region->tenant,
                                     .name = region->name,
-                                    .key = region->key,
+                                    .key = region->mapping.key,
+                                    .device_id = region->device_id,
                                     .offset = region->offset,
                                     .bytes = region->bytes});
   }
@@ -309,24 +275,40 @@ qkv_status qkvi_regions_find(qkvi_regions *regions, const char *tenant, const qk
 
 // ---- Copies ----
 
-static qkv_status copied(const qkvi_region *region, bool done, qkvi_region_counter counter, size_t bytes,
-                         qkv_error *error) {
-  qkv_metric_add(region->counters[done ? counter : QKVI_REGION_LOST], done ? (int64_t)bytes : 1);
-  if (done) return QKV_OK;
+static qkv_status lost(const qkvi_region *region, qkv_error *error) {
   return qkv_fail(error, QKV_FAILED_PRECONDITION,
                   "the region %s cannot be reached: the object %.64s has become shorter than it was when it was "
                   "registered, or /dev/shm is full",
-                  region->name, region->key);
+                  region->name, qkvi_mapping_name(&region->mapping));
+}
+
+static qkv_status copied(const qkvi_region *region, qkv_status status, qkvi_region_counter counter, size_t bytes,
+                         qkv_error *error) {
+  const bool done = status == QKV_OK;
+  qkv_metric_add(region->counters[done ? counter : QKVI_REGION_LOST], done ? (int64_t)bytes : 1);
+  if (!done && region->kind == QKVI_REGION_CUDA)
+    return qkv_error_prefix(error, "the region %s cannot be reached: ", region->name);
+  return status;
 }
 
 qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkv_error *error) {
   assert(offset <= region->bytes && bytes <= region->bytes - offset);
-  return copied(region, qkvi_copy_from(out, region->data + offset, bytes), QKVI_REGION_READ, bytes, error);
+  qkv_status status = QKV_OK;
+  if (region->kind == QKVI_REGION_CUDA)
+    status = qkvi_gpu_lent_read(region->lent, offset, out, bytes, error);
+  else if (!qkvi_copy_from(out, region->mapping.data + offset, bytes))
+    status = lost(region, error);
+  return copied(region, status, QKVI_REGION_READ, bytes, error);
 }
 
 qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *data, size_t bytes, qkv_error *error) {
   assert(offset <= region->bytes && bytes <= region->bytes - offset);
-  return copied(region, qkvi_copy_to(region->data + offset, data, bytes), QKVI_REGION_WRITTEN, bytes, error);
+  qkv_status status = QKV_OK;
+  if (region->kind == QKVI_REGION_CUDA)
+    status = qkvi_gpu_lent_write(region->lent, offset, data, bytes, error);
+  else if (!qkvi_copy_to(region->mapping.data + offset, data, bytes))
+    status = lost(region, error);
+  return copied(region, status, QKVI_REGION_WRITTEN, bytes, error);
 }
 
 void qkvi_region_put(qkv_wire_writer *writer, const qkvi_region_part *part, uint64_t offset, uint64_t bytes) {

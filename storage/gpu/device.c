@@ -146,12 +146,13 @@ qkv_status qkv_gpu_resolve(const qkv_cuda_driver *driver, const char *wanted, in
 }
 
 static qkv_status find_device(qkv_gpu_device *device, const char *wanted, qkv_error *error) {
-  int number;
+  int number = 0;
   qkv_cuda_uuid uuid;
   QKV_TRY(qkv_gpu_resolve(device->driver, wanted, &number, error));
   CHECK(device, error, DeviceGet, &device->ordinal, number);
   CHECK(device, error, DeviceGetUuid, &uuid, device->ordinal);
   write_uuid(&uuid, device->info.uuid);
+  device->info.ordinal = number;
   return QKV_OK;
 }
 
@@ -457,6 +458,82 @@ qkv_status qkv_gpu_download(qkv_gpu_device *device, const qkv_gpu_copy_back *cop
   if (status == QKV_OK) status = while_running(device, download(device, copies, count, error), "a download", error);
   pthread_mutex_unlock(&device->copying);
   return status;
+}
+
+// ---- Memory of other processes ----
+
+// Errors that the driver's contexts do not recover from: the device's, not of what was opened.
+static bool is_of_device(int result) {
+  static const int results[] = {214, 700, 702, 709, 714, 715, 716, 717, 718, 719};
+  for (size_t i = 0; i < sizeof results / sizeof *results; i++) {
+    if (results[i] == result) return true;
+  }
+  return false;
+}
+
+static qkv_status judge_lent(qkv_gpu_device *device, int result, const char *what, qkv_error *error) {
+  if (result == QKV_CUDA_SUCCESS || result == QKV_CUDA_OUT_OF_MEMORY || is_of_device(result))
+    return judge(device, result, what, error);
+  return qkv_fail(error, QKV_INVALID_ARGUMENT, "GPU %s: %s: %s (%d)", device->info.name, what,
+                  qkv_cuda_result_name(device->driver, result), result);
+}
+
+#define CHECK_LENT(device, error, name, ...) \
+  QKV_TRY(judge_lent(device, (device)->driver->name(__VA_ARGS__), "cu" #name, error))
+
+qkv_status qkv_gpu_open_handle(qkv_gpu_device *device, const qkv_cuda_ipc *handle, qkv_gpu_lent *lent,
+                               qkv_error *error) {
+  qkv_cuda_memory base = 0;
+  size_t bytes = 0;
+  *lent = (qkv_gpu_lent){0};
+  QKV_TRY(enter(device, error));
+  CHECK_LENT(device, error, IpcOpenMemHandle, &lent->at, *handle, QKV_CUDA_IPC_LAZY_PEER_ACCESS);
+  const qkv_status status =
+      judge_lent(device, device->driver->MemGetAddressRange(&base, &bytes, lent->at), "cuMemGetAddressRange", error);
+  lent->bytes = bytes;
+  if (status != QKV_OK) qkv_gpu_close_lent(device, lent);
+  return status;
+}
+
+static qkv_status map_descriptor(qkv_gpu_device *device, int descriptor, qkv_cuda_memory at, uint64_t bytes,
+                                 qkv_error *error) {
+  qkv_cuda_allocation allocation = 0;
+  CHECK_LENT(device, error, MemImportFromShareableHandle, &allocation, (void *)(intptr_t)descriptor,
+             QKV_CUDA_DESCRIPTOR);
+  const qkv_status status =
+      judge_lent(device, device->driver->MemMap(at, bytes, 0, allocation, 0), "cuMemMap", error);
+  device->driver->MemRelease(allocation);  // the mapping keeps it
+  return status;
+}
+
+qkv_status qkv_gpu_open_descriptors(qkv_gpu_device *device, const int *descriptors, size_t count, uint64_t each,
+                                    qkv_gpu_lent *lent, qkv_error *error) {
+  const qkv_cuda_access access = {QKV_CUDA_PLACE_DEVICE, device->ordinal, QKV_CUDA_READ_WRITE};
+  *lent = (qkv_gpu_lent){0};
+  assert(count > 0 && each > 0 && each <= UINT64_MAX / count);
+  QKV_TRY(enter(device, error));
+  CHECK_LENT(device, error, MemAddressReserve, &lent->at, count * each, 0, 0, 0);
+  lent->reserved = count * each;
+  qkv_status status = QKV_OK;
+  for (size_t i = 0; i < count && status == QKV_OK; i++) {
+    status = map_descriptor(device, descriptors[i], lent->at + lent->bytes, each, error);
+    if (status == QKV_OK) lent->bytes += each;
+  }
+  if (status == QKV_OK)
+    status =
+        judge_lent(device, device->driver->MemSetAccess(lent->at, lent->bytes, &access, 1), "cuMemSetAccess", error);
+  if (status != QKV_OK) qkv_gpu_close_lent(device, lent);
+  return status;
+}
+
+void qkv_gpu_close_lent(qkv_gpu_device *device, const qkv_gpu_lent *lent) {
+  if (enter(device, NULL) != QKV_OK) return;  // the reset ends all mappings
+  if (lent->reserved == 0) {
+    device->driver->IpcCloseMemHandle(lent->at);
+    return;
+  }
+  if (lent->bytes > 0) device->driver->MemUnmap(lent->at, lent->bytes);
+  device->driver->MemAddressFree(lent->at, lent->reserved);
 }
 
 // ---- Calls ----

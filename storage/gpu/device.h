@@ -50,6 +50,7 @@ typedef struct qkv_gpu_config {
 typedef struct qkv_gpu_info {
   char name[QKV_GPU_NAME_MAX];
   char uuid[QKV_GPU_NAME_MAX];
+  int ordinal;           // its number, as the driver counts them in this process
   int major, minor;      // of its architecture
   int processors;        // multiprocessors
   uint64_t bytes_total;  // of the device, which others use as well
@@ -94,6 +95,24 @@ typedef struct qkv_gpu_copy_back {
 } qkv_gpu_copy_back;
 // Returns once all is copied. What writes to `from` has ended before.
 qkv_status qkv_gpu_download(qkv_gpu_device *device, const qkv_gpu_copy_back *copies, size_t count, qkv_error *error);
+
+// Memory of another process, mapped here. That process may not be trusted: what the driver refuses to open is
+// INVALID_ARGUMENT with its error, and the device stays in use, unless it is the device that has failed. The memory
+// is read and written by uploads and downloads, and lives until both processes have given it up.
+typedef struct qkv_gpu_lent {
+  qkv_cuda_memory at;
+  uint64_t bytes;
+  uint64_t reserved;  // addresses of mapped allocations; 0: it was opened by a handle
+} qkv_gpu_lent;
+// By a handle of cuIpcGetMemHandle: the whole allocation that it is of.
+qkv_status qkv_gpu_open_handle(qkv_gpu_device *device, const qkv_cuda_ipc *handle, qkv_gpu_lent *lent,
+                               qkv_error *error);
+// By descriptors of cuMemExportToShareableHandle, one for each allocation of `each` bytes: one behind the other. The
+// descriptors stay the caller's, and can be closed.
+qkv_status qkv_gpu_open_descriptors(qkv_gpu_device *device, const int *descriptors, size_t count, uint64_t each,
+                                    qkv_gpu_lent *lent, qkv_error *error);
+// When nothing copies from or to it.
+void qkv_gpu_close_lent(qkv_gpu_device *device, const qkv_gpu_lent *lent);
 
 // A call, or NULL where all are in use or the device is down. Its output is not cleared.
 qkv_gpu_call *qkv_gpu_begin(qkv_gpu_device *device);

@@ -23,10 +23,19 @@ typedef uint64_t qkv_cuda_memory;  // an address on the device; 0 is none
 typedef struct qkv_cuda_uuid {
   uint8_t bytes[16];
 } qkv_cuda_uuid;
+#define QKV_CUDA_IPC_BYTES 64
+typedef struct qkv_cuda_ipc {
+  uint8_t bytes[QKV_CUDA_IPC_BYTES];
+} qkv_cuda_ipc;
+typedef uint64_t qkv_cuda_allocation;  // memory without an address
+typedef struct qkv_cuda_access {
+  int place, device, rights;
+} qkv_cuda_access;
 
 // Results, attributes and flags by their values in the driver's interface.
 enum {
   QKV_CUDA_SUCCESS = 0,
+  QKV_CUDA_INVALID_VALUE = 1,
   QKV_CUDA_OUT_OF_MEMORY = 2,
   QKV_CUDA_NOT_READY = 600,
   QKV_CUDA_ATTRIBUTE_PROCESSORS = 16,  // multiprocessors; of a MIG slice, its own
@@ -36,6 +45,10 @@ enum {
   QKV_CUDA_STREAM_NON_BLOCKING = 1,
   QKV_CUDA_EVENT_UNTIMED = 2,
   QKV_CUDA_HOST_MAPPED = 2,
+  QKV_CUDA_IPC_LAZY_PEER_ACCESS = 1,  // the only way to open a handle
+  QKV_CUDA_DESCRIPTOR = 1,            // kind of a handle that is a file descriptor
+  QKV_CUDA_PLACE_DEVICE = 1,
+  QKV_CUDA_READ_WRITE = 3,
 };
 // The list that a launch takes its arguments from: one buffer and its size.
 #define QKV_CUDA_ARGUMENTS ((void *)1)
@@ -69,6 +82,18 @@ enum {
   X(MemcpyHtoDAsync, 3020, (qkv_cuda_memory to, const void *from, size_t bytes, qkv_cuda_stream stream))       \
   X(MemcpyDtoHAsync, 3020, (void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream))             \
   X(MemcpyDtoDAsync, 3020, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream))   \
+  X(MemGetAddressRange, 3020, (qkv_cuda_memory * base, size_t * bytes, qkv_cuda_memory at))                    \
+  X(IpcOpenMemHandle, 11000, (qkv_cuda_memory * at, qkv_cuda_ipc handle, unsigned flags))                      \
+  X(IpcCloseMemHandle, 4010, (qkv_cuda_memory at))                                                             \
+  X(MemImportFromShareableHandle, 10020, (qkv_cuda_allocation * allocation, void *handle, int kind))           \
+  X(MemRelease, 10020, (qkv_cuda_allocation allocation))                                                       \
+  X(MemAddressReserve, 10020,                                                                                  \
+    (qkv_cuda_memory * at, size_t bytes, size_t alignment, qkv_cuda_memory wanted, uint64_t flags))            \
+  X(MemAddressFree, 10020, (qkv_cuda_memory at, size_t bytes))                                                 \
+  X(MemMap, 10020,                                                                                             \
+    (qkv_cuda_memory at, size_t bytes, size_t offset, qkv_cuda_allocation allocation, uint64_t flags))         \
+  X(MemUnmap, 10020, (qkv_cuda_memory at, size_t bytes))                                                       \
+  X(MemSetAccess, 10020, (qkv_cuda_memory at, size_t bytes, const qkv_cuda_access *access, size_t count))      \
   X(LaunchKernel, 4000,                                                                                        \
     (qkv_cuda_function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,  \
      unsigned threads_y, unsigned threads_z, unsigned shared_bytes, qkv_cuda_stream stream, void **parameters, \

@@ -488,23 +488,6 @@ static void truncate_drops_and_appends_go_on(void **state) {
   kv_close(client, "t");
 }
 
-// ---- Not served yet ----
-
-static void unserved_methods_say_so(void **state) {
-  (void)state;
-  const char *const methods[] = {"SharedMemory/CudaSharedMemoryStatus", "SharedMemory/CudaSharedMemoryRegister",
-                                 "SharedMemory/CudaSharedMemoryUnregister"};
-  for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++) {
-    char path[128];
-    (void)snprintf(path, sizeof path, "/qkv.v1.%s", methods[i]);
-    fixture_result result = fixture_call(client, path, "", 0, FIXTURE_PATIENCE_MS);
-    assert_int_equal(result.status, QKV_UNIMPLEMENTED);
-    assert_non_null(strstr(result.text, "is in the contract, but this daemon does not serve it yet"));
-    assert_non_null(strstr(result.text, strchr(methods[i], '/') + 1));
-    fixture_free(&result);
-  }
-}
-
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(models_are_registered_found_and_listed),
@@ -520,7 +503,6 @@ int main(void) {
       cmocka_unit_test(out_can_be_half),
       cmocka_unit_test(decode_answers_every_step_in_order),
       cmocka_unit_test(truncate_drops_and_appends_go_on),
-      cmocka_unit_test(unserved_methods_say_so),
   };
   return cmocka_run_group_tests(tests, start, stop);
 }

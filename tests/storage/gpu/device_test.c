@@ -1,12 +1,16 @@
 #include "storage/gpu/device.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -262,11 +266,126 @@ static void many_threads(void **state) {
   qkv_gpu_close(&device);
 }
 
+// ---- Memory of other processes ----
+
+enum { LENT_BYTES = 1 << 18 };
+
+static qkv_cuda_ipc handle_of(const char *key) {
+  qkv_cuda_ipc handle = {0};
+  snprintf((char *)handle.bytes, sizeof handle.bytes, "ekaf%s", key);
+  return handle;
+}
+
+// Numbers go there and come back, more than staging holds, from an odd place on.
+static void cross(qkv_gpu_device *device, qkv_cuda_memory at, uint8_t *seen) {
+  uint8_t sent[5000], back[5000];
+  qkv_error error = {0};
+  for (size_t i = 0; i < sizeof sent; i++) sent[i] = (uint8_t)(i * 7 + i / 256);
+  const qkv_gpu_copy copy = {.to = at + 3, .from = sent, .bytes = sizeof sent};
+  assert_int_equal(qkv_gpu_upload(device, &copy, 1, &error), QKV_OK);
+  assert_memory_equal(seen + 3, sent, sizeof sent);
+  memset(seen + 100, 0x77, 50);
+  memset(sent + 97, 0x77, 50);
+  const qkv_gpu_copy_back copy_back = {.to = back, .from = at + 3, .bytes = sizeof back};
+  assert_int_equal(qkv_gpu_download(device, &copy_back, 1, &error), QKV_OK);
+  assert_memory_equal(back, sent, sizeof back);
+}
+
+static void memory_is_opened_by_a_handle(void **state) {
+  (void)state;
+  qkv_gpu_device *device = open_one();
+  qkv_error error = {0};
+  qkv_gpu_lent lent[2];
+  char key[40];
+  snprintf(key, sizeof key, "/qkv-device-test-%d", (int)getpid());
+  const int fd = shm_open(key, O_CREAT | O_EXCL | O_RDWR, 0600);
+  assert_true(fd >= 0 && ftruncate(fd, LENT_BYTES) == 0);
+  uint8_t *seen = mmap(NULL, LENT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  assert_ptr_not_equal(seen, MAP_FAILED);
+  qkv_cuda_ipc handle = handle_of(key);
+  for (size_t i = 0; i < 2; i++) assert_int_equal(qkv_gpu_open_handle(device, &handle, &lent[i], &error), QKV_OK);
+  assert_int_equal(lent[0].bytes, LENT_BYTES);
+  assert_int_equal(lent[0].at, lent[1].at);
+  cross(device, lent[0].at, seen);
+  qkv_gpu_close_lent(device, &lent[0]);
+  cross(device, lent[1].at, seen);
+  qkv_gpu_close_lent(device, &lent[1]);
+  handle.bytes[0]++;
+  assert_int_equal(qkv_gpu_open_handle(device, &handle, &lent[0], &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "GPU fake 0: cuIpcOpenMemHandle: FAKE_ERROR (1)");
+  handle.bytes[0]--;
+  fake_fail("cuMemGetAddressRange", 1, 1);
+  assert_int_equal(qkv_gpu_open_handle(device, &handle, &lent[0], &error), QKV_INVALID_ARGUMENT);
+  assert_true(qkv_gpu_is_up(device));
+  fake_fail("cuIpcOpenMemHandle", 1, 700);  // of the device itself
+  assert_int_equal(qkv_gpu_open_handle(device, &handle, &lent[0], &error), QKV_UNAVAILABLE);
+  assert_false(qkv_gpu_is_up(device));
+  qkv_gpu_close(&device);
+  assert_nothing_is_left();
+  assert_int_equal(shm_unlink(key), 0);
+  munmap(seen, LENT_BYTES);
+  close(fd);
+}
+
+static void memory_is_opened_by_descriptors(void **state) {
+  (void)state;
+  enum { COUNT = 3, EACH = LENT_BYTES / 2 };
+  qkv_gpu_device *device = open_one();
+  qkv_error error = {0};
+  qkv_gpu_lent lent;
+  int fds[COUNT];
+  uint8_t *seen[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    fds[i] = memfd_create("lent", MFD_CLOEXEC);
+    assert_true(fds[i] >= 0 && ftruncate(fds[i], EACH) == 0);
+    seen[i] = mmap(NULL, EACH, PROT_READ | PROT_WRITE, MAP_SHARED, fds[i], 0);
+    assert_ptr_not_equal(seen[i], MAP_FAILED);
+  }
+  assert_int_equal(qkv_gpu_open_descriptors(device, fds, COUNT, EACH, &lent, &error), QKV_OK);
+  assert_int_equal(lent.bytes, COUNT * EACH);
+  for (size_t i = 0; i < COUNT; i++) cross(device, lent.at + i * EACH, seen[i]);
+  qkv_gpu_close_lent(device, &lent);
+
+  assert_int_equal(qkv_gpu_open_descriptors(device, fds, COUNT, 2 * EACH, &lent, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "GPU fake 0: cuMemMap: FAKE_ERROR (1)");
+  const int folder = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC), kept = fds[2];
+  fds[2] = folder;
+  error = (qkv_error){0};
+  assert_int_equal(qkv_gpu_open_descriptors(device, fds, COUNT, EACH, &lent, &error), QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "GPU fake 0: cuMemImportFromShareableHandle: FAKE_ERROR (1)");
+  fds[2] = kept;
+  close(folder);
+  static const char *const functions[] = {"cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap",
+                                          "cuMemSetAccess"};
+  for (size_t i = 0; i < 4; i++) {
+    for (unsigned nth = 1; nth <= (i == 1 || i == 2 ? COUNT : 1); nth++) {
+      fake_fail(functions[i], nth, nth % 2 == 1 ? QKV_CUDA_INVALID_VALUE : QKV_CUDA_OUT_OF_MEMORY);
+      assert_int_equal(qkv_gpu_open_descriptors(device, fds, COUNT, EACH, &lent, &error),
+                       nth % 2 == 1 ? QKV_INVALID_ARGUMENT : QKV_RESOURCE_EXHAUSTED);
+    }
+  }
+  assert_true(qkv_gpu_is_up(device));
+  assert_int_equal(qkv_gpu_open_descriptors(device, fds, COUNT, EACH, &lent, &error), QKV_OK);
+  cross(device, lent.at, seen[0]);
+  fake_fail("cuMemcpyDtoHAsync", 1, 719);  // the reset ends mappings
+  uint8_t byte;
+  assert_int_equal(qkv_gpu_download(device, &(qkv_gpu_copy_back){&byte, lent.at, 1}, 1, &error), QKV_UNAVAILABLE);
+  qkv_gpu_close_lent(device, &lent);
+  qkv_gpu_close(&device);
+  assert_nothing_is_left();
+  for (int i = 0; i < COUNT; i++) {
+    munmap(seen[i], EACH);
+    close(fds[i]);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(uploads_and_calls),
                                      cmocka_unit_test(devices_have_names),
                                      cmocka_unit_test(calls_have_a_limit),
                                      cmocka_unit_test(memory_that_runs_out_is_no_failure),
+                                     cmocka_unit_test(memory_is_opened_by_a_handle),
+                                     cmocka_unit_test(memory_is_opened_by_descriptors),
                                      cmocka_unit_test(memory_that_runs_out_meanwhile_is_one),
                                      cmocka_unit_test(every_function_may_fail),
                                      cmocka_unit_test(many_threads),

@@ -1,11 +1,14 @@
 #include "tests/storage/gpu/fake_cuda.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "storage/gpu/driver.h"
 
@@ -13,7 +16,10 @@ enum {
   BLOCKS_MAX = 4096,
   OPERATIONS_MAX = 4096,
   FUNCTIONS_MAX = 64,
+  ALLOCATIONS_MAX = 1024,
+  GRANULARITY = 65536,
   INVALID_VALUE = 1,
+  IPC_MAGIC = 0x66616b65,
   NO_SUCH = 500,
   INVALID_DEVICE = 101,
   INVALID_CONTEXT = 201,
@@ -64,7 +70,18 @@ static struct {
   void *at;
   size_t bytes;
   int device;
+  enum {
+    OWN,
+    OPENED,
+    RESERVED,
+    MAPPED,
+    REACHABLE
+  } kind;               // opened: of another process; reachable: mapped, with access
+  unsigned opened;      // how many times
+  dev_t object_device;  // of what was opened
+  ino_t object_inode;
 } memory[BLOCKS_MAX];
+static int allocations[ALLOCATIONS_MAX];  // imported: descriptor, 0: none
 static struct {
   const char *name;
   unsigned calls;
@@ -136,7 +153,7 @@ static int enter(const char *name, int device, bool in_context) {
   fault.result = 0;
   if (context != NULL && result == FAKE_CUDA_HANG) context->hanging = true;
   if (result == FAKE_CUDA_HANG) return QKV_CUDA_SUCCESS;
-  if (context != NULL && result != QKV_CUDA_OUT_OF_MEMORY) context->broken = result;
+  if (context != NULL && result != QKV_CUDA_OUT_OF_MEMORY && result != INVALID_VALUE) context->broken = result;
   return result;
 }
 
@@ -190,12 +207,21 @@ static int drop(void *at) {
   abort();  // freed twice, or never made
 }
 
-static void drop_memory(size_t i) {
-  munmap(memory[i].at, memory[i].bytes);
+static void forget_memory(size_t i) {
   state.memory_blocks--;
   state.memory_bytes -= memory[i].bytes;
   contexts[memory[i].device].memory_bytes -= memory[i].bytes;
   memory[i].at = NULL;
+}
+
+static void drop_memory(size_t i) {
+  munmap(memory[i].at, memory[i].bytes);
+  forget_memory(i);
+}
+
+// What is mapped within a reservation goes with it: its addresses must not be free in between.
+static bool is_within(size_t i) {
+  return memory[i].kind == MAPPED || memory[i].kind == REACHABLE;
 }
 
 // ---- Streams ----
@@ -203,9 +229,9 @@ static void drop_memory(size_t i) {
 // The current device's memory: a kernel that touches another one's ends the program.
 static void protect(int how) {
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
-    if (memory[i].at != NULL && memory[i].device == device_of(current) &&
-        mprotect(memory[i].at, memory[i].bytes, how) != 0)
-      abort();
+    if (memory[i].at == NULL || memory[i].device != device_of(current)) continue;
+    if (memory[i].kind == RESERVED || memory[i].kind == MAPPED) continue;
+    if (mprotect(memory[i].at, memory[i].bytes, how) != 0) abort();
   }
 }
 
@@ -321,20 +347,147 @@ static int do_FuncSetAttribute(qkv_cuda_function function, int attribute, int va
   return function != NULL && attribute == QKV_CUDA_FUNCTION_SHARED_MAX && value > 0 ? QKV_CUDA_SUCCESS
                                                                                     : INVALID_VALUE;
 }
-static int do_MemAlloc(qkv_cuda_memory *at, size_t bytes) {
-  if (current->memory_bytes + bytes > MEMORY_BYTES) return QKV_CUDA_OUT_OF_MEMORY;
+static size_t find_memory(qkv_cuda_memory at) {
   size_t i = 0;
-  while (i < BLOCKS_MAX && memory[i].at != NULL) i++;
+  while (i < BLOCKS_MAX && (uintptr_t)memory[i].at != at) i++;
+  return i;
+}
+
+// fd -1: memory of its own. `wanted` is an address within a reservation, or none.
+static int add_memory(qkv_cuda_memory *at, int kind, size_t bytes, int fd, void *wanted) {
+  const size_t i = find_memory(0);
   if (i == BLOCKS_MAX) return QKV_CUDA_OUT_OF_MEMORY;
-  memory[i].at = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory[i].at == MAP_FAILED) abort();
+  const int flags = (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED) | MAP_NORESERVE;
+  void *made = mmap(wanted, bytes, PROT_NONE, flags | (wanted != NULL ? MAP_FIXED : 0), fd, 0);
+  if (made == MAP_FAILED) abort();
+  memory[i].at = made;
   memory[i].bytes = bytes;
   memory[i].device = device_of(current);
   current->memory_bytes += bytes;
+  memory[i].kind = kind;
   state.memory_blocks++;
   state.memory_bytes += bytes;
-  return *at = (uintptr_t)memory[i].at, QKV_CUDA_SUCCESS;
+  return *at = (uintptr_t)made, QKV_CUDA_SUCCESS;
 }
+
+static int do_MemAlloc(qkv_cuda_memory *at, size_t bytes) {
+  if (current->memory_bytes + bytes > MEMORY_BYTES) return QKV_CUDA_OUT_OF_MEMORY;
+  return add_memory(at, OWN, bytes, -1, NULL);
+}
+
+// ---- Memory of other processes ----
+
+// A handle names an object of shared memory: four bytes that say so, and the name.
+static int do_IpcOpenMemHandle(qkv_cuda_memory *at, qkv_cuda_ipc handle, unsigned flags) {
+  const uint32_t magic = IPC_MAGIC;
+  struct stat object;
+  if (flags != QKV_CUDA_IPC_LAZY_PEER_ACCESS || memcmp(handle.bytes, &magic, sizeof magic) != 0 ||
+      handle.bytes[sizeof handle.bytes - 1] != 0)
+    return INVALID_VALUE;
+  const int fd = shm_open((const char *)handle.bytes + sizeof magic, O_RDWR, 0);
+  if (fd < 0) return INVALID_VALUE;
+  int result = fstat(fd, &object) == 0 && object.st_size > 0 ? QKV_CUDA_SUCCESS : INVALID_VALUE;
+  for (size_t i = 0; i < BLOCKS_MAX && result == QKV_CUDA_SUCCESS; i++) {
+    if (memory[i].at == NULL || memory[i].kind != OPENED || memory[i].device != device_of(current) ||
+        memory[i].object_device != object.st_dev || memory[i].object_inode != object.st_ino)
+      continue;
+    memory[i].opened++;  // as a driver of CUDA 12 does
+    *at = (uintptr_t)memory[i].at;
+    close(fd);
+    return QKV_CUDA_SUCCESS;
+  }
+  if (result == QKV_CUDA_SUCCESS) result = add_memory(at, OPENED, (size_t)object.st_size, fd, NULL);
+  close(fd);
+  if (result != QKV_CUDA_SUCCESS) return result;
+  const size_t i = find_memory(*at);
+  memory[i].opened = 1;
+  memory[i].object_device = object.st_dev;
+  memory[i].object_inode = object.st_ino;
+  return QKV_CUDA_SUCCESS;
+}
+static int do_IpcCloseMemHandle(qkv_cuda_memory at) {
+  const size_t i = find_memory(at);
+  if (at == 0 || i == BLOCKS_MAX || memory[i].kind != OPENED) abort();
+  if (--memory[i].opened == 0) drop_memory(i);
+  return QKV_CUDA_SUCCESS;
+}
+static int do_MemGetAddressRange(qkv_cuda_memory *base, size_t *bytes, qkv_cuda_memory at) {
+  const size_t i = find_memory(at);
+  if (at == 0 || i == BLOCKS_MAX) return INVALID_VALUE;
+  *base = at;
+  return *bytes = memory[i].bytes, QKV_CUDA_SUCCESS;
+}
+// The descriptor of an object of shared memory stands for an allocation.
+static int do_MemImportFromShareableHandle(qkv_cuda_allocation *allocation, void *handle, int kind) {
+  struct stat object;
+  const int fd = (int)(intptr_t)handle;
+  if (kind != QKV_CUDA_DESCRIPTOR || fstat(fd, &object) != 0 || !S_ISREG(object.st_mode)) return INVALID_VALUE;
+  size_t i = 1;
+  while (i < ALLOCATIONS_MAX && allocations[i] != 0) i++;
+  if (i == ALLOCATIONS_MAX) return QKV_CUDA_OUT_OF_MEMORY;
+  allocations[i] = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  return *allocation = i, allocations[i] > 0 ? QKV_CUDA_SUCCESS : INVALID_VALUE;
+}
+static int do_MemRelease(qkv_cuda_allocation allocation) {
+  if (allocation == 0 || allocation >= ALLOCATIONS_MAX || allocations[allocation] == 0) abort();
+  close(allocations[allocation]);
+  return allocations[allocation] = 0, QKV_CUDA_SUCCESS;
+}
+static int do_MemAddressReserve(qkv_cuda_memory *at, size_t bytes, size_t alignment, qkv_cuda_memory wanted,
+                                uint64_t flags) {
+  if (bytes == 0 || bytes % GRANULARITY != 0 || alignment != 0 || wanted != 0 || flags != 0) return INVALID_VALUE;
+  if (bytes > (size_t)1 << 40) return QKV_CUDA_OUT_OF_MEMORY;
+  return add_memory(at, RESERVED, bytes, -1, NULL);
+}
+static int do_MemMap(qkv_cuda_memory at, size_t bytes, size_t offset, qkv_cuda_allocation allocation,
+                     uint64_t flags) {
+  struct stat object;
+  if (allocation == 0 || allocation >= ALLOCATIONS_MAX || allocations[allocation] == 0) abort();
+  if (bytes % GRANULARITY != 0 || offset != 0 || flags != 0 || fstat(allocations[allocation], &object) != 0 ||
+      (uint64_t)object.st_size < bytes)
+    return INVALID_VALUE;
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    const uintptr_t begin = (uintptr_t)memory[i].at;
+    if (begin == 0 || memory[i].kind != RESERVED || at < begin || at + bytes > begin + memory[i].bytes) continue;
+    qkv_cuda_memory mapped;
+    return add_memory(&mapped, MAPPED, bytes, allocations[allocation], (void *)(uintptr_t)at);
+  }
+  return INVALID_VALUE;
+}
+static bool is_mapped_in(size_t i, qkv_cuda_memory at, size_t bytes) {
+  const uintptr_t begin = (uintptr_t)memory[i].at;
+  return begin != 0 && is_within(i) && begin >= at && begin < at + bytes;
+}
+static int do_MemSetAccess(qkv_cuda_memory at, size_t bytes, const qkv_cuda_access *access, size_t count) {
+  if (count != 1 || access->place != QKV_CUDA_PLACE_DEVICE || access->rights != QKV_CUDA_READ_WRITE)
+    return INVALID_VALUE;
+  if (access->device != device_of(current)) return INVALID_DEVICE;
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (is_mapped_in(i, at, bytes)) memory[i].kind = REACHABLE;
+  }
+  return QKV_CUDA_SUCCESS;
+}
+static int do_MemUnmap(qkv_cuda_memory at, size_t bytes) {
+  for (size_t i = 0; i < BLOCKS_MAX; i++) {
+    if (!is_mapped_in(i, at, bytes)) continue;
+    if (mmap(memory[i].at, memory[i].bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+             0) == MAP_FAILED)
+      abort();
+    forget_memory(i);
+  }
+  return QKV_CUDA_SUCCESS;
+}
+static int do_MemAddressFree(qkv_cuda_memory at, size_t bytes) {
+  size_t i = 0;
+  while (i < BLOCKS_MAX && ((uintptr_t)memory[i].at != at || memory[i].kind != RESERVED)) i++;
+  if (at == 0 || i == BLOCKS_MAX || memory[i].bytes != bytes) abort();
+  for (size_t j = 0; j < BLOCKS_MAX; j++) {
+    if (is_mapped_in(j, at, bytes)) abort();
+  }
+  drop_memory(i);
+  return QKV_CUDA_SUCCESS;
+}
+
 static int do_MemHostAlloc(void **at, size_t bytes, unsigned flags) {
   UNUSED(flags);
   *at = memset(keep(malloc(bytes), &state.host_blocks), 0xa5, bytes);
@@ -408,7 +561,7 @@ static int do_DevicePrimaryCtxRelease(int device) {
 // Frees everything in the context.
 static int do_DevicePrimaryCtxReset(int device) {
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
-    if (memory[i].at != NULL && memory[i].device == device) drop_memory(i);
+    if (memory[i].at != NULL && memory[i].device == device) (is_within(i) ? forget_memory : drop_memory)(i);
   }
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
     if (things[i].at == NULL || things[i].device != device) continue;
@@ -425,6 +578,7 @@ static int do_ModuleUnload(qkv_cuda_module module) {
 static int do_MemFree(qkv_cuda_memory at) {
   for (size_t i = 0; i < BLOCKS_MAX; i++) {
     if (at == 0 || (uintptr_t)memory[i].at != at) continue;
+    if (memory[i].kind != OWN) abort();
     drop_memory(i);
     return QKV_CUDA_SUCCESS;
   }
@@ -483,6 +637,21 @@ FAKE(MemcpyDtoHAsync, (void *to, qkv_cuda_memory from, size_t bytes, qkv_cuda_st
      (to, from, bytes, stream))
 FAKE(MemcpyDtoDAsync, (qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes, qkv_cuda_stream stream),
      (to, from, bytes, stream))
+FAKE(MemGetAddressRange, (qkv_cuda_memory * base, size_t *bytes, qkv_cuda_memory at), (base, bytes, at))
+FAKE(IpcOpenMemHandle, (qkv_cuda_memory * at, qkv_cuda_ipc handle, unsigned flags), (at, handle, flags))
+FAKE_END(IpcCloseMemHandle, (qkv_cuda_memory at), (at))
+FAKE(MemImportFromShareableHandle, (qkv_cuda_allocation * allocation, void *handle, int kind),
+     (allocation, handle, kind))
+FAKE_END(MemRelease, (qkv_cuda_allocation allocation), (allocation))
+FAKE(MemAddressReserve,
+     (qkv_cuda_memory * at, size_t bytes, size_t alignment, qkv_cuda_memory wanted, uint64_t flags),
+     (at, bytes, alignment, wanted, flags))
+FAKE_END(MemAddressFree, (qkv_cuda_memory at, size_t bytes), (at, bytes))
+FAKE(MemMap, (qkv_cuda_memory at, size_t bytes, size_t offset, qkv_cuda_allocation allocation, uint64_t flags),
+     (at, bytes, offset, allocation, flags))
+FAKE_END(MemUnmap, (qkv_cuda_memory at, size_t bytes), (at, bytes))
+FAKE(MemSetAccess, (qkv_cuda_memory at, size_t bytes, const qkv_cuda_access *access, size_t count),
+     (at, bytes, access, count))
 FAKE(LaunchKernel,
      (qkv_cuda_function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,
       unsigned threads_y, unsigned threads_z, unsigned shared_bytes, qkv_cuda_stream stream, void **parameters,

@@ -5,11 +5,15 @@
 //   - work in a stream runs when it is waited for, not before, so memory that is freed too early is found;
 //   - device memory can be touched only while a stream runs, and not at all once it is freed: an error is a signal;
 //   - a function that needs the context current in its thread says so (201) where it is not;
-//   - errors other than out of memory (2) stay until the device's context is reset, as those of a GPU do;
+//   - errors other than out of memory (2) and wrong values (1) stay until the device's context is reset, as those of a
+//     GPU do;
 //   - a stream touches memory of its own device alone.
 //
 // It has two devices, or as many as FAKE_CUDA_DEVICES says, up to four, each with a context, memory and errors of its
 // own.
+//
+// Memory of other processes is shared memory: a handle of 64 bytes is "ekaf" and the name of an object of shm_open,
+// and a descriptor that stands for an allocation is that of a memfd, whose size is a multiple of 64 KiB.
 //
 // The program that builds the library provides the kernels (fake_cuda_kernels). Threads: any; one lock.
 #ifndef QKV_TESTS_STORAGE_GPU_FAKE_CUDA_H
