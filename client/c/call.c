@@ -166,23 +166,27 @@ static void wait_for(qkvi_call *call, void *tag) {
   assert(event.type == GRPC_OP_COMPLETE);
 }
 
+static bool is_text(const char *text, int length, const char *other) {
+  return (size_t)length == strlen(other) && memcmp(text, other, (size_t)length) == 0;
+}
+
 // The call's status in our words. `details` is what came with it.
 static void describe(const qkvi_call *call, grpc_status_code status, grpc_slice details, qkv_call_error *outcome) {
   int length = (int)GRPC_SLICE_LENGTH(details);
   const char *text = (const char *)GRPC_SLICE_START_PTR(details);
   // gRPC's own where a stream went before its connection did ("Stream removed"); a daemon never answers UNKNOWN.
   if (status == GRPC_STATUS_UNKNOWN) status = GRPC_STATUS_UNAVAILABLE;
-  // What this client cancels has another status. A daemon that stops resets calls that came too late.
-  const bool reset = status == GRPC_STATUS_CANCELLED;
-  if (reset) status = GRPC_STATUS_UNAVAILABLE;
-  static const char timed_out[] = "Deadline Exceeded";
+  // What this client cancels has another status. A daemon that stops resets calls that came too late; those that it
+  // has not seen yet are ended by gRPC, with words of its own.
+  const bool late = status == GRPC_STATUS_CANCELLED ||
+                    (status == GRPC_STATUS_UNAVAILABLE && is_text(text, length, "GOAWAY received"));
+  if (late) status = GRPC_STATUS_UNAVAILABLE;
   if (status == GRPC_STATUS_OK) {
     (void)qkvi_ok(outcome);
-  } else if (status == GRPC_STATUS_DEADLINE_EXCEEDED &&
-             (length == 0 || (length == sizeof timed_out - 1 && memcmp(text, timed_out, (size_t)length) == 0))) {
+  } else if (status == GRPC_STATUS_DEADLINE_EXCEEDED && (length == 0 || is_text(text, length, "Deadline Exceeded"))) {
     (void)qkvi_fail(outcome, (qkv_code)status, "no answer to %s within %lld ms", call->method,
                     (long long)call->client->options.timeout_ms);
-  } else if (reset) {
+  } else if (late) {
     (void)qkvi_fail(outcome, (qkv_code)status, "%s has ended the call, as it does when it stops",
                     call->client->target);
   } else if (length == 0) {

@@ -1,12 +1,16 @@
 """qkvctl and a server that is no qkvd, or one of another version: what it answers is refused with a word, never a crash."""
 
+import socket
+import struct
 import subprocess
+import threading
 from concurrent import futures
 
 import grpc
 import pytest
 
 from daemon import PATIENCE, binary, clean_environment
+from http2 import END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, SETTINGS, data, frame, head, header, setting
 from kv import FP16
 from qkv.v1 import admin_pb2, model_pb2, tensor_pb2
 from qkv.v1 import kv_cache_pb2 as kv
@@ -120,3 +124,35 @@ def test_an_output_that_is_full(daemon):
             result = subprocess.run([binary("qkvctl"), "status", "--target", daemon.target, *more], stdout=full,
                                     stderr=subprocess.PIPE, env=clean_environment(), timeout=PATIENCE, check=False)
         assert result.returncode == 1
+
+
+def next_call(stream):
+    kind = SETTINGS
+    while kind != HEADERS:
+        begin = stream.read(9)
+        kind = begin[3]
+        stream.read(int.from_bytes(begin[:3], "big"))
+
+
+def stops_at_a_call(server):
+    """A server whose health is good, and that says GOAWAY as the next call comes."""
+    connection = server.accept()[0]
+    with connection, connection.makefile("rb") as stream:
+        connection.sendall(setting())
+        stream.read(len(PREFACE))
+        next_call(stream)
+        connection.sendall(frame(HEADERS, END_HEADERS, 1, header(":status", "200") + header("content-type", "application/grpc")) +
+                           data(1, head(2) + b"\x08\x01") +  # SERVING
+                           frame(HEADERS, END_HEADERS | END_STREAM, 1, header("grpc-status", "0")))
+        next_call(stream)
+        connection.sendall(frame(GOAWAY, payload=struct.pack(">II", 1, 0)))
+        stream.read()  # until the client goes
+
+
+def test_a_daemon_that_stops_as_a_call_comes():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=stops_at_a_call, args=(server,), daemon=True).start()
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+        result = run("qkvctl", "status", "--target", target)
+        assert result.returncode == 1
+        assert result.stderr == f"qkvctl: {target} has ended the call, as it does when it stops\n"
