@@ -98,6 +98,20 @@ def windows(address):
     flood(address, batches, (INITIAL_WINDOW_SIZE, 0))
 
 
+def elsewhere(_):
+    """No attack: pings to a process that discards them. What it costs others is the machine's doing."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        while theirs.recv(65536):
+            pass
+        os._exit(0)
+    theirs.close()
+    batch = frame(PING, payload=b"12345678") * 500
+    while True:
+        ours.sendall(batch)
+
+
 def rapid_reset(address):
     """Calls that are cancelled as they are made."""
     block = request(ATTEND)
@@ -228,7 +242,9 @@ def appends_and_attends(address, threads=16):
         time.sleep(1)
 
 
+CONTROL = "none, but a process that sends to another"
 ATTACKS = {
+    CONTROL: elsewhere,
     "oversized headers": oversized_headers,
     "many headers": many_headers,
     "continuations": continuations,
