@@ -84,8 +84,8 @@ static const qkv_option calibrate_options[] = {
     {"output", QKV_OPTION_STRING, offsetof(qkvi_worker, output), NULL, 0, 0, "FILE",
      "the calibration file to write; one that is there is replaced"},
     {"codec", QKV_OPTION_STRING, offsetof(qkvi_worker, codec), NULL, 0, 0, "NAME",
-     "a codec that sessions will use: what it makes of a calibration, as the codebooks of pq, goes into the file; "
-     "without it daemons make that at its first use"},
+     "a codec that sessions will use: what it makes of a calibration, as the codebooks of pq and commvq, goes into "
+     "the file; without it daemons make that at its first use"},
     {"bits", QKV_OPTION_REAL, offsetof(qkvi_worker, bits), "0", 0, 8, "BITS",
      "code bits per coordinate of that codec; 0: for all that it has"},
     {"untried", QKV_OPTION_FLAG, offsetof(qkvi_worker, untried), NULL, 0, 0, NULL,

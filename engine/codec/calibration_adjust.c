@@ -45,8 +45,11 @@ qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const boo
         qkvi_calibration_part(&shape, bytes, head / shape.kv_heads, head % shape.kv_heads, part);
     if (drop != NULL && drop[i]) {
       const qkvi_part_header before = *view.header;
+      const bool keys = part == (shape.rope.theta == 0 ? QKV_PART_K_ATTEND : QKV_PART_K_ARCHIVE);
       clear_part(&view);
       qkvi_calibration_write_data_free(&view);
+      if (keys || part == QKV_PART_V)
+        qkvi_calibration_clear_sections(&shape, bytes, head / shape.kv_heads, head % shape.kv_heads, keys);
       view.header->tier_offset = before.tier_offset;
       view.header->heavy_least = before.heavy_least;
     }

@@ -57,8 +57,8 @@ typedef struct qkvi_part_view {
 
 // What codecs derive from a head's numbers.
 typedef enum qkvi_derived {
-  QKVI_DERIVED_COMMVQ,
-  QKVI_DERIVED_PQ,  // [part][width / 4], widths 2, 4 and 8
+  QKVI_DERIVED_COMMVQ,                        // of 1 bit, and of 2
+  QKVI_DERIVED_PQ = QKVI_DERIVED_COMMVQ + 2,  // [part][width / 4], widths 2, 4 and 8
   QKVI_DERIVED_KINDS = QKVI_DERIVED_PQ + 2 * 3
 } qkvi_derived;
 
@@ -105,8 +105,12 @@ qkv_status qkvi_calibration_finish(uint8_t *bytes, qkv_calibration **out, qkv_er
 // version.
 qkv_status qkvi_calibration_check_sections(const qkv_calibration_shape *shape, const uint8_t *bytes, size_t size,
                                            qkv_error *error);
-// A codec's section behind its header; NULL: there is none.
-const uint8_t *qkvi_calibration_section(const qkv_calibration *calibration, uint8_t codec, unsigned bits);
+// A head's bytes in a codec's section; NULL: there is no such section.
+const uint8_t *qkvi_calibration_section(const qkv_calibration *calibration, uint8_t codec, unsigned bits,
+                                        uint32_t layer, uint32_t kv_head);
+// In the sections of a whole file's bytes: a head's keys or values become data-free.
+void qkvi_calibration_clear_sections(const qkv_calibration_shape *shape, uint8_t *bytes, uint32_t layer,
+                                     uint32_t kv_head, bool keys);
 uint32_t qkvi_calibration_format(const qkv_calibration *calibration);
 // A calibration's bytes, whose reference goes: its own where that is the last one, else a copy.
 uint8_t *qkvi_calibration_take(const qkv_calibration **calibration);

@@ -20,13 +20,21 @@ uint32_t qkvi_calibration_format(const qkv_calibration *calibration) {
 }
 
 // Where sections begin.
+static size_t begin_in(const qkv_calibration_shape *shape, const uint8_t *bytes) {
+  const qkvi_calibration_header *header = (const qkvi_calibration_header *)bytes;
+  return qkvi_calibration_size(shape, header->format, header->band_k, header->band_v);
+}
+
 static size_t begin_of(const qkv_calibration *calibration) {
-  const qkvi_calibration_header *header = header_of(calibration);
-  return qkvi_calibration_size(&calibration->shape, header->format, header->band_k, header->band_v);
+  return begin_in(&calibration->shape, calibration->bytes);
+}
+
+static size_t heads_of(const qkv_calibration_shape *shape) {
+  return (size_t)shape->layers * shape->kv_heads;
 }
 
 static size_t section_bytes(const qkv_codec *codec, const qkv_calibration_shape *shape, unsigned bits) {
-  return sizeof(qkvi_section_header) + codec->section->bytes(shape, bits);
+  return sizeof(qkvi_section_header) + heads_of(shape) * codec->section->bytes(shape, bits);
 }
 
 // ---- Reading ----
@@ -53,8 +61,11 @@ static qkv_status check_section(const qkv_calibration_shape *shape, const uint8_
   if (header->bytes != due || due > left)
     REFUSE("calibration's section of %s has %" PRIu64 " bytes of %zu, it takes %zu", codec->name, header->bytes, left,
            due);
-  const char *wrong = codec->section->validate(shape, header->bits, at + sizeof *header);
-  if (wrong != NULL) REFUSE("calibration's section of %s with %u bits: %s", codec->name, header->bits, wrong);
+  const size_t bytes = codec->section->bytes(shape, header->bits);
+  for (size_t head = 0; head < heads_of(shape); head++) {
+    const char *wrong = codec->section->validate(shape, header->bits, at + sizeof *header + head * bytes);
+    if (wrong != NULL) REFUSE("calibration's section of %s with %u bits: %s", codec->name, header->bits, wrong);
+  }
   return QKV_OK;
 }
 
@@ -72,13 +83,29 @@ qkv_status qkvi_calibration_check_sections(const qkv_calibration_shape *shape, c
   return QKV_OK;
 }
 
-const uint8_t *qkvi_calibration_section(const qkv_calibration *calibration, uint8_t codec, unsigned bits) {
+const uint8_t *qkvi_calibration_section(const qkv_calibration *calibration, uint8_t codec, unsigned bits,
+                                        uint32_t layer, uint32_t kv_head) {
+  const size_t head = (size_t)layer * calibration->shape.kv_heads + kv_head;
   for (size_t at = begin_of(calibration); at < calibration->size;) {
     const qkvi_section_header *header = (const qkvi_section_header *)(calibration->bytes + at);
-    if (header->codec == codec && header->bits == bits) return calibration->bytes + at + sizeof *header;
+    if (header->codec == codec && header->bits == bits)
+      return (const uint8_t *)(header + 1) + head * qkv_codec_by_id(codec)->section->bytes(&calibration->shape, bits);
     at += (size_t)header->bytes;
   }
   return NULL;
+}
+
+void qkvi_calibration_clear_sections(const qkv_calibration_shape *shape, uint8_t *bytes, uint32_t layer,
+                                     uint32_t kv_head, bool keys) {
+  const size_t end = (size_t)((const qkvi_calibration_header *)bytes)->bytes;
+  for (size_t at = begin_in(shape, bytes); at < end;) {
+    const qkvi_section_header *header = (const qkvi_section_header *)(bytes + at);
+    const qkv_codec_section *section = qkv_codec_by_id(header->codec)->section;
+    const size_t head = (size_t)layer * shape->kv_heads + kv_head;
+    section->clear(shape, header->bits, keys,
+                   bytes + at + sizeof *header + head * section->bytes(shape, header->bits));
+    at += (size_t)header->bytes;
+  }
 }
 
 // ---- Adding ----
@@ -124,6 +151,25 @@ uint64_t qkv_calibration_sections_cost(const qkv_calibration_shape *shape, const
   return bytes;
 }
 
+// With the header; false: it was cancelled.
+static bool make_section(const qkv_calibration *from, const section *of, const _Atomic bool *cancelled,
+                         uint8_t *out) {
+  const qkv_calibration_shape *shape = &from->shape;
+  const size_t bytes = of->codec->section->bytes(shape, of->bits);
+  qkvi_section_header *header = (qkvi_section_header *)out;
+  *header = (qkvi_section_header){.codec = of->codec->id,
+                                  .version = of->codec->section->version,
+                                  .bits = (uint8_t)of->bits,
+                                  .bytes = section_bytes(of->codec, shape, of->bits)};
+  uint8_t *at = (uint8_t *)(header + 1);
+  for (size_t head = 0; head < heads_of(shape); head++) {
+    if (cancelled != NULL && atomic_load(cancelled)) return false;
+    of->codec->section->make(from, of->bits, (uint32_t)(head / shape->kv_heads), (uint32_t)(head % shape->kv_heads),
+                             at + head * bytes);
+  }
+  return true;
+}
+
 qkv_status qkv_calibration_add_sections(const qkv_calibration **calibration, const qkv_section_wants *wants,
                                         const _Atomic bool *cancelled, qkv_calibration **out, qkv_error *error) {
   const qkv_calibration *from = *calibration;
@@ -144,14 +190,8 @@ qkv_status qkv_calibration_add_sections(const qkv_calibration **calibration, con
   ((qkvi_calibration_header *)bytes)->bytes = size + more;
   bool made = true;
   for (size_t i = 0, at = size; made && i < count; i++) {
-    const qkv_codec *codec = sections[i].codec;
-    qkvi_section_header *header = (qkvi_section_header *)(bytes + at);
-    *header = (qkvi_section_header){.codec = codec->id,
-                                    .version = codec->section->version,
-                                    .bits = (uint8_t)sections[i].bits,
-                                    .bytes = section_bytes(codec, &from->shape, sections[i].bits)};
-    made = codec->section->make(from, sections[i].bits, cancelled, (uint8_t *)(header + 1));
-    at += (size_t)header->bytes;
+    made = make_section(from, &sections[i], cancelled, bytes + at);
+    at += section_bytes(sections[i].codec, &from->shape, sections[i].bits);
   }
   qkv_calibration_unref(calibration);
   *out = NULL;

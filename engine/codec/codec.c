@@ -105,7 +105,9 @@ static void want(qkv_section_wants *wants, const qkv_codec *codec, double bits) 
 
 void qkv_section_want(qkv_section_wants *wants, const qkv_policy *policy) {
   want(wants, policy->codec, policy->bits_k);
-  if (policy->codec_v == NULL || policy->codec_v == policy->codec) want(wants, policy->codec, policy->bits_v);
+  const bool both = policy->codec_v == NULL || policy->codec_v == policy->codec;
+  if (both && policy->codec->section != NULL && !policy->codec->section->keys_only)
+    want(wants, policy->codec, policy->bits_v);
 }
 
 double qkv_codec_bits_default(const qkv_codec *codec) {

@@ -96,14 +96,17 @@ typedef struct qkv_codec_planes {
 } qkv_codec_planes;
 
 // What a codec keeps in the files of calibrations that are made for it: its sections (calibration.h), one for each
-// number of bits.
+// number of bits, with as many bytes for each head.
 typedef struct qkv_codec_section {
   uint8_t version;
-  size_t (*bytes)(const qkv_calibration_shape *shape, unsigned bits);  // behind the header; a multiple of 64
-  // Fills zeros, from the transforms; false: it was cancelled.
-  bool (*make)(const qkv_calibration *calibration, unsigned bits, const _Atomic bool *cancelled, uint8_t *section);
-  // Of any bytes, so many: NULL, or what is wrong.
-  const char *(*validate)(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *section);
+  bool keys_only;                                                      // values need nothing of it
+  size_t (*bytes)(const qkv_calibration_shape *shape, unsigned bits);  // of a head; a multiple of 64
+  // Fills zeros, from a head's transforms.
+  void (*make)(const qkv_calibration *calibration, unsigned bits, uint32_t layer, uint32_t kv_head, uint8_t *out);
+  // A head's keys or values become those of rows without structure: a trial has left them data-free.
+  void (*clear)(const qkv_calibration_shape *shape, unsigned bits, bool keys, uint8_t *head);
+  // Any bytes in place of a head's: NULL, or what is wrong.
+  const char *(*validate)(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *head);
 } qkv_codec_section;
 
 // A number that a policy may give to a codec, and its allowed values.

@@ -8,7 +8,7 @@
 #include "engine/codec/sized.h"
 #include "engine/kernel/kernel.h"
 
-enum { ID = 9, VERSION = 1 };
+enum { ID = QKV_COMMVQ_CODEC, VERSION = 1 };
 
 #define SIZE_MAX_CODED 65504.0f  // fp16
 
@@ -40,8 +40,8 @@ static float limited(float size) {
 
 static const qkv_commvq_book *book_of(const qkv_part_coder *coder) {
   const key_tables *tables = coder->tables;
-  if (tables->calibration == NULL) return qkv_commvq_book_data_free(coder->dim);
-  return qkv_commvq_book_get(tables->calibration, tables->layer, tables->kv_head);
+  if (tables->calibration == NULL) return qkv_commvq_book_data_free(coder->dim, coder->bits);
+  return qkv_commvq_book_get(tables->calibration, tables->layer, tables->kv_head, coder->bits);
 }
 
 // The coordinate at a place of a row's groups.
@@ -65,7 +65,7 @@ static float code_key(const qkv_part_coder *coder, const qkv_commvq_book *book, 
   for (size_t group = 0; group < book->groups; group++) {
     float *left = direction + group * QKV_COMMVQ_WIDTH;
     for (size_t r = 0; r < coder->bits; r++) {
-      const qkv_commvq_round *round = &book->rounds[group * QKV_COMMVQ_ROUNDS + r];
+      const qkv_commvq_round *round = &book->rounds[group * book->bits + r];
       const uint8_t code = codes[group * coder->bits + r] = qkv_commvq_nearest(round, left);
       for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j++)
         left[j] -= round->columns[0][j][code % QKV_COMMVQ_ENTRIES] + round->columns[1][j][code / QKV_COMMVQ_ENTRIES];
@@ -101,8 +101,8 @@ static void commvq_columns(const qkv_part_coder *coder, const uint8_t *block, fl
   qkvi_sizes_read(block, sizes);
   for (size_t at = 0; at < coder->dim; at++) mean[coordinate_of(coder, book, at)] = book->mean[at];
   for (size_t group = 0; group < book->groups; group++) {
-    const qkv_commvq_round *rounds = &book->rounds[group * QKV_COMMVQ_ROUNDS];
-    const qkv_entries *const entries[QKV_COMMVQ_ROUNDS] = {&rounds[0].entries, &rounds[1].entries};
+    const qkv_commvq_round *rounds = &book->rounds[group * book->bits];
+    const qkv_entries *const entries[QKV_COMMVQ_ROUNDS] = {&rounds[0].entries, &rounds[book->bits - 1].entries};
     float *out[QKV_COMMVQ_WIDTH];
     for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j++)
       out[j] = columns + coordinate_of(coder, book, group * QKV_COMMVQ_WIDTH + j) * QKV_PAGE_TOKENS;
@@ -352,9 +352,17 @@ static const qkv_part_codec part = {.id = ID,
                                     .matches = commvq_matches,
                                     .validate = qkvi_sizes_validate};
 
+static const qkv_codec_section section = {.version = QKV_COMMVQ_SECTION_VERSION,
+                                          .keys_only = true,
+                                          .bytes = qkv_commvq_section_bytes,
+                                          .make = qkv_commvq_section_make,
+                                          .clear = qkv_commvq_section_clear,
+                                          .validate = qkv_commvq_section_validate};
+
 const qkv_codec qkvi_codec_commvq = {.id = ID,
                                      .name = "commvq",
                                      .calibrated = true,
+                                     .section = &section,
                                      .needs_rope = true,
                                      .bits_valid = bits_valid,
                                      .bits_text = "1 and 2 with commvq",

@@ -1,5 +1,6 @@
 #include "engine/codec/commvq_book.h"
 
+#include <assert.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -25,8 +26,9 @@ static const double HOT = 0.1, COOLING = 0.6;
 // A pair counts at least as much as this part of the one that counts most.
 static const double WEIGHT_LEAST = 1e-3;
 
-static size_t book_bytes(size_t dim) {
-  return sizeof(qkv_commvq_book) + dim / WIDTH * QKV_COMMVQ_ROUNDS * sizeof(qkv_commvq_round);
+static size_t book_bytes(size_t dim, unsigned bits) {
+  const size_t bytes = sizeof(qkv_commvq_book) + dim / WIDTH * bits * sizeof(qkv_commvq_round);
+  return (bytes + 63) / 64 * 64;
 }
 
 // ---- Search ----
@@ -324,45 +326,86 @@ static void draw(const qkv_commvq_book *book, const qkv_transform *transform, co
 }
 
 static void train(qkv_commvq_book *book, size_t group, float *samples) {
-  for (size_t round = 0; round < QKV_COMMVQ_ROUNDS; round++)
-    train_round(&book->rounds[group * QKV_COMMVQ_ROUNDS + round], samples, book->roots + group * WIDTH);
+  for (size_t round = 0; round < book->bits; round++)
+    train_round(&book->rounds[group * book->bits + round], samples, book->roots + group * WIDTH);
 }
 
-static qkv_commvq_book *allocate(size_t dim, size_t groups, float **samples) {
-  qkv_commvq_book *book = aligned_alloc(64, (book_bytes(dim) + 63) / 64 * 64);
-  *samples = malloc(groups * SAMPLES * WIDTH * sizeof **samples);
-  if (book == NULL || *samples == NULL) abort();
-  memset(book, 0, book_bytes(dim));
+static qkv_commvq_book *allocate(size_t dim, unsigned bits) {
+  qkv_commvq_book *book = aligned_alloc(64, book_bytes(dim, bits));
+  if (book == NULL) abort();
+  memset(book, 0, book_bytes(dim, bits));
   book->dim = dim;
   book->groups = dim / WIDTH;
+  book->bits = bits;
+  assert(book->groups > 0);
   for (size_t at = 0; at < dim; at++) book->roots[at] = 1;
   for (size_t pair = 0; pair < dim / 2; pair++) book->pairs[pair] = (uint16_t)pair;
   return book;
 }
 
-static qkv_commvq_book *make_calibrated(const qkv_transform *transform, const qkv_rope *rope, size_t dim) {
-  float *samples = NULL;
+static float *allocate_samples(size_t groups) {
+  float *samples = malloc(groups * SAMPLES * WIDTH * sizeof *samples);
+  if (samples == NULL) abort();
+  return samples;
+}
+
+static void read_entries(qkv_commvq_book *book, const uint8_t *section) {
+  for (size_t i = 0; i < book->groups * book->bits; i++) {
+    float scaled[ENTRIES][WIDTH];
+    memcpy(scaled, section + i * sizeof scaled, sizeof scaled);
+    set_entries(&book->rounds[i], scaled, book->roots + i / book->bits * WIDTH);
+  }
+}
+
+static void write_entries(const qkv_commvq_book *book, uint8_t *section) {
+  for (size_t i = 0; i < book->groups * book->bits; i++) {
+    float scaled[ENTRIES][WIDTH];
+    for (size_t at = 0; at < ENTRIES * WIDTH; at++)
+      scaled[at / WIDTH][at % WIDTH] = book->rounds[i].columns[0][at % WIDTH][at / WIDTH];
+    memcpy(section + i * sizeof scaled, scaled, sizeof scaled);
+  }
+}
+
+static bool is_clear(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *section) {
+  uint8_t any = 0;
+  for (size_t i = 0; i < qkv_commvq_section_bytes(shape, bits); i++) any |= section[i];
+  return any == 0;
+}
+
+// One head's, from a section's bytes or trained. NULL: it has the data-free one.
+static qkv_commvq_book *make_for(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head, unsigned bits,
+                                 const uint8_t *section) {
+  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
+  const qkv_transform *transform = qkv_calibration_transform(calibration, layer, kv_head, QKV_PART_K_ARCHIVE);
   uint16_t coordinates[QKV_DIM_MAX] = {0};
-  qkv_commvq_book *book = allocate(dim, dim / WIDTH, &samples);
-  qkv_commvq_pairs(rope, dim, coordinates);
+  if (transform->analysis == NULL || (section != NULL && is_clear(shape, bits, section))) return NULL;
+  qkv_commvq_book *book = allocate(shape->key_dim, bits);
+  qkv_commvq_pairs(&shape->rope, shape->key_dim, coordinates);
   set_weights(book, transform, coordinates);
+  if (section != NULL) {
+    read_entries(book, section);
+    return book;
+  }
+  float *samples = allocate_samples(book->groups);
   draw(book, transform, coordinates, samples);
   for (size_t group = 0; group < book->groups; group++) train(book, group, samples + group * SAMPLES * WIDTH);
   free(samples);
   return book;
 }
 
-const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head) {
-  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
-  _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head, QKVI_DERIVED_COMMVQ);
+const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                           unsigned bits) {
+  const size_t dim = qkv_calibration_shape_of(calibration)->key_dim;
+  assert(bits >= 1 && bits <= QKV_COMMVQ_ROUNDS);
+  _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head, QKVI_DERIVED_COMMVQ + bits - 1);
   void *found = atomic_load_explicit(kept, memory_order_acquire);
   if (found != NULL) return found;
-  const qkv_transform *transform = qkv_calibration_transform(calibration, layer, kv_head, QKV_PART_K_ARCHIVE);
-  if (transform->analysis == NULL) return qkv_commvq_book_data_free(shape->key_dim);
-  qkv_commvq_book *book = make_calibrated(transform, &shape->rope, shape->key_dim);
+  const uint8_t *section = qkvi_calibration_section(calibration, QKV_COMMVQ_CODEC, bits, layer, kv_head);
+  qkv_commvq_book *book = make_for(calibration, layer, kv_head, bits, section);
+  if (book == NULL) return qkv_commvq_book_data_free(dim, bits);
   // Another thread may have made the same book meanwhile.
   if (atomic_compare_exchange_strong(kept, &found, book)) {
-    qkvi_calibration_count_derived(calibration, book_bytes(shape->key_dim));
+    qkvi_calibration_count_derived(calibration, book_bytes(dim, bits));
     return book;
   }
   free(book);
@@ -370,9 +413,9 @@ const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, u
 }
 
 // All groups are alike: what one of them has is that of all.
-static qkv_commvq_book *make_data_free(size_t dim) {
-  float *samples = NULL;
-  qkv_commvq_book *book = allocate(dim, 1, &samples);
+static qkv_commvq_book *make_data_free(size_t dim, unsigned bits) {
+  float *samples = allocate_samples(1);
+  qkv_commvq_book *book = allocate(dim, bits);
   uint64_t state = SEED;
   for (size_t i = 0; i < SAMPLES; i++) {
     double row[QKV_DIM_MAX] = {0}, square = 1e-30;
@@ -386,17 +429,43 @@ static qkv_commvq_book *make_data_free(size_t dim) {
   train(book, 0, samples);
   free(samples);
   for (size_t group = 1; group < book->groups; group++)
-    memcpy(&book->rounds[group * QKV_COMMVQ_ROUNDS], book->rounds, QKV_COMMVQ_ROUNDS * sizeof *book->rounds);
+    memcpy(&book->rounds[group * bits], book->rounds, bits * sizeof *book->rounds);
   return book;
 }
 
-const qkv_commvq_book *qkv_commvq_book_data_free(size_t dim) {
+const qkv_commvq_book *qkv_commvq_book_data_free(size_t dim, unsigned bits) {
   static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-  static qkv_commvq_book *made[WIDTHS];
+  static qkv_commvq_book *made[WIDTHS][QKV_COMMVQ_ROUNDS];
   (void)pthread_mutex_lock(&lock);
-  qkv_commvq_book **found = &made[dim / WIDTH - 1];
-  if (*found == NULL) *found = make_data_free(dim);
+  qkv_commvq_book **found = &made[dim / WIDTH - 1][bits - 1];
+  if (*found == NULL) *found = make_data_free(dim, bits);
   const qkv_commvq_book *book = *found;
   (void)pthread_mutex_unlock(&lock);
   return book;
+}
+
+// ---- Sections ----
+
+size_t qkv_commvq_section_bytes(const qkv_calibration_shape *shape, unsigned bits) {
+  return (size_t)shape->key_dim * bits * ENTRIES * sizeof(float);
+}
+
+void qkv_commvq_section_make(const qkv_calibration *calibration, unsigned bits, uint32_t layer, uint32_t kv_head,
+                             uint8_t *out) {
+  qkv_commvq_book *book = make_for(calibration, layer, kv_head, bits, NULL);
+  if (book != NULL) write_entries(book, out);
+  free(book);
+}
+
+void qkv_commvq_section_clear(const qkv_calibration_shape *shape, unsigned bits, bool keys, uint8_t *head) {
+  if (keys) memset(head, 0, qkv_commvq_section_bytes(shape, bits));
+}
+
+const char *qkv_commvq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *head) {
+  for (size_t at = 0; at < qkv_commvq_section_bytes(shape, bits); at += sizeof(float)) {
+    float entry;
+    memcpy(&entry, head + at, sizeof entry);
+    if (!(fabsf(entry) <= QKV_COMMVQ_ENTRY_MAX)) return "an entry's coordinate is not within -1e8 to 1e8";
+  }
+  return NULL;
 }

@@ -13,6 +13,16 @@
 // at last to the nearest one; then entries are the least-squares ones, phi = (T' S T)^-1 T' S m. Distances count a
 // pair by what queries make of it. Without a calibration rows are drawn with coordinates alike.
 //
+// A calibration that is made for sessions with commvq has its entries in a section (calibration.h), for each number
+// of bits that they have, of
+//
+//   entries  [layers][kv_heads][dim / 8][bits][16][4][2] fp32: of a group and a round the (x, y) of each entry's
+//   pairs,
+//            in coordinates times the roots of their weights; all of a head's 0: it has the data-free codebook
+//
+// From others the same entries are trained when a head's first page is coded or read. What pairs a group has, their
+// weights and the mean follow from the calibration's matrices, and so does C of values.
+//
 // All in sums, products, quotients and square roots without contraction, so that the same calibration has the same
 // codebooks on every machine: they are written into no page.
 //
@@ -30,7 +40,7 @@
 
 #define QKV_COMMVQ_ENTRIES QKV_ENTRIES
 #define QKV_COMMVQ_WIDTH QKV_ENTRY_WIDTH  // coordinates of a group
-#define QKV_COMMVQ_ROUNDS 2               // at most
+#define QKV_COMMVQ_ROUNDS 2               // at most: one for each bit
 
 // A group's entries in one round. Rows of a group are (x, y) of its first pair, of its second pair, ...
 typedef struct qkv_commvq_round {
@@ -41,20 +51,34 @@ typedef struct qkv_commvq_round {
 } qkv_commvq_round;
 
 typedef struct qkv_commvq_book {
-  size_t dim, groups;
+  size_t dim, groups, bits;
   float mean[QKV_DIM_MAX];          // in the order of groups
   float roots[QKV_DIM_MAX];         // of weights, in the same order
   uint16_t pairs[QKV_DIM_MAX / 2];  // in the order of groups: which pair of the row's it is
-  qkv_commvq_round rounds[];        // [groups][QKV_COMMVQ_ROUNDS], of rows without their mean whose RMS is 1
+  qkv_commvq_round rounds[];        // [groups][bits], of rows without their mean whose RMS is 1
 } qkv_commvq_book;
 
 // The coordinates of a row's pairs [dim / 2][2]. What does not turn is paired with its neighbour.
 void qkv_commvq_pairs(const qkv_rope *rope, size_t dim, uint16_t *coordinates);
 
-// Of a head of a calibration, trained at the first call and kept as long as the calibration.
-const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head);
+// Of a head of a calibration, for 1 or 2 bits: from its section, or trained at the first call. Kept as long as the
+// calibration.
+const qkv_commvq_book *qkv_commvq_book_get(const qkv_calibration *calibration, uint32_t layer, uint32_t kv_head,
+                                           unsigned bits);
 // Without a calibration; kept for ever. `dim` is a multiple of 8 up to QKV_DIM_MAX.
-const qkv_commvq_book *qkv_commvq_book_data_free(size_t dim);
+const qkv_commvq_book *qkv_commvq_book_data_free(size_t dim, unsigned bits);
+
+// Sections of calibrations: qkv_codec_section (codec.h).
+#define QKV_COMMVQ_CODEC 9  // in the codec table
+#define QKV_COMMVQ_SECTION_VERSION 1
+// Of numbers in a section. What is trained is below: sums of 1024 samples, whose coordinates are below
+// sqrt(QKV_DIM_MAX), over eigenvalues of 1e-3 at least. So distances and decoded rows are finite.
+#define QKV_COMMVQ_ENTRY_MAX 1e8f
+size_t qkv_commvq_section_bytes(const qkv_calibration_shape *shape, unsigned bits);
+void qkv_commvq_section_make(const qkv_calibration *calibration, unsigned bits, uint32_t layer, uint32_t kv_head,
+                             uint8_t *out);
+void qkv_commvq_section_clear(const qkv_calibration_shape *shape, unsigned bits, bool keys, uint8_t *head);
+const char *qkv_commvq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *head);
 
 // Indices of rest [8], in coordinates times roots: a in the low four bits, b in the high ones.
 uint8_t qkv_commvq_nearest(const qkv_commvq_round *round, const float *rest);

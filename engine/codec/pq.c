@@ -238,6 +238,7 @@ static const qkv_part_codec part = {.id = ID,
 static const qkv_codec_section section = {.version = QKV_PQ_SECTION_VERSION,
                                           .bytes = qkv_pq_section_bytes,
                                           .make = qkv_pq_section_make,
+                                          .clear = qkv_pq_section_clear,
                                           .validate = qkv_pq_section_validate};
 
 const qkv_codec qkvi_codec_pq = {.id = ID,

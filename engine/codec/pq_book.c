@@ -180,10 +180,9 @@ static unsigned bits_of(size_t width) {
   return (unsigned)(CODE_BITS / width);
 }
 
-// Where a head's keys or values begin in a section.
-static size_t section_place(const qkv_calibration_shape *shape, uint32_t layer, uint32_t kv_head, qkv_part part) {
-  const size_t coordinate = QKV_PQ_POINTS * sizeof(uint16_t), head = (size_t)layer * shape->kv_heads + kv_head;
-  return coordinate * (head * (shape->key_dim + shape->value_dim) + (part == QKV_V ? shape->key_dim : 0));
+// Where keys or values begin in a head's bytes of a section.
+static size_t section_place(const qkv_calibration_shape *shape, qkv_part part) {
+  return part == QKV_K ? 0 : shape->key_dim * QKV_PQ_POINTS * sizeof(uint16_t);
 }
 
 // All points of a book, in fp16: [subs][256][width].
@@ -286,12 +285,12 @@ const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, ui
   _Atomic(void *) *kept = qkvi_calibration_derived(calibration, layer, kv_head, kind);
   void *found = atomic_load_explicit(kept, memory_order_acquire);
   if (found != NULL) return found;
-  const uint8_t *section = qkvi_calibration_section(calibration, QKV_PQ_CODEC, bits_of(width));
+  const uint8_t *section = qkvi_calibration_section(calibration, QKV_PQ_CODEC, bits_of(width), layer, kv_head);
   const bool sections = qkvi_calibration_format(calibration) >= QKV_CALIBRATION_FORMAT_SECTIONS;
   qkv_pq_book *book = NULL;
   if (section != NULL) {
     book = allocate(width, dim / width);
-    read_points(section + section_place(shape, layer, kv_head, part), book, dim);
+    read_points(section + section_place(shape, part), book, dim);
   } else {
     book = make_for(calibration, layer, kv_head, part, width, sections ? &of_sections : &of_first_formats);
   }
@@ -310,32 +309,33 @@ const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, ui
 
 size_t qkv_pq_section_bytes(const qkv_calibration_shape *shape, unsigned bits) {
   (void)bits;
-  return section_place(shape, shape->layers, 0, QKV_K);
+  return (size_t)(shape->key_dim + shape->value_dim) * QKV_PQ_POINTS * sizeof(uint16_t);
 }
 
-bool qkv_pq_section_make(const qkv_calibration *calibration, unsigned bits, const _Atomic bool *cancelled,
-                         uint8_t *section) {
+void qkv_pq_section_make(const qkv_calibration *calibration, unsigned bits, uint32_t layer, uint32_t kv_head,
+                         uint8_t *out) {
   const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
-  const size_t parts = (size_t)2 * shape->kv_heads;
-  for (size_t i = 0; i < shape->layers * parts; i++) {
-    const uint32_t layer = (uint32_t)(i / parts), kv_head = (uint32_t)(i % parts / 2);
-    const qkv_part part = i % 2 == 0 ? QKV_K : QKV_V;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     const size_t dim = dim_of(shape, part), width = CODE_BITS / bits;
-    if (cancelled != NULL && atomic_load(cancelled)) return false;
     qkv_pq_book *made = make_for(calibration, layer, kv_head, part, width, &of_sections);
     const qkv_pq_book *book = made != NULL ? made : qkv_pq_book_get(dim, width);
-    write_points(book, dim, section + section_place(shape, layer, kv_head, part));
+    write_points(book, dim, out + section_place(shape, part));
     free(made);
   }
-  return true;
 }
 
-const char *qkv_pq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *section) {
+void qkv_pq_section_clear(const qkv_calibration_shape *shape, unsigned bits, bool keys, uint8_t *head) {
+  const qkv_part part = keys ? QKV_K : QKV_V;
+  const size_t dim = dim_of(shape, part);
+  write_points(qkv_pq_book_get(dim, CODE_BITS / bits), dim, head + section_place(shape, part));
+}
+
+const char *qkv_pq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *head) {
   enum { STEP = 256 };
   const size_t bytes = qkv_pq_section_bytes(shape, bits);
   for (size_t at = 0; at < bytes; at += STEP * sizeof(uint16_t)) {
     float numbers[STEP];
-    qkv_to_float(QKV_FP16, section + at, numbers, STEP);
+    qkv_to_float(QKV_FP16, head + at, numbers, STEP);
     for (size_t i = 0; i < STEP; i++) {
       if (!(fabsf(numbers[i]) <= QKV_PQ_COORDINATE_MAX)) return "a point's coordinate is not within -64 to 64";
     }

@@ -56,9 +56,10 @@ const qkv_pq_book *qkv_pq_book_calibrated(const qkv_calibration *calibration, ui
 #define QKV_PQ_SECTION_VERSION 1
 #define QKV_PQ_COORDINATE_MAX 64.0f  // of points: rows have RMS 1, and up to QKV_DIM_MAX coordinates
 size_t qkv_pq_section_bytes(const qkv_calibration_shape *shape, unsigned bits);
-bool qkv_pq_section_make(const qkv_calibration *calibration, unsigned bits, const _Atomic bool *cancelled,
-                         uint8_t *section);
-const char *qkv_pq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *section);
+void qkv_pq_section_make(const qkv_calibration *calibration, unsigned bits, uint32_t layer, uint32_t kv_head,
+                         uint8_t *out);
+void qkv_pq_section_clear(const qkv_calibration_shape *shape, unsigned bits, bool keys, uint8_t *head);
+const char *qkv_pq_section_validate(const qkv_calibration_shape *shape, unsigned bits, const uint8_t *head);
 
 // The point of a sub-vector nearest to x [width]; of equally near ones the first.
 uint8_t qkv_pq_nearest(const qkv_pq_book *book, size_t sub, const float *x);

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import struct
 
 import grpc
 import numpy as np
@@ -243,6 +244,92 @@ def test_a_calibration_that_is_learnt(own, others):
         wait_for(lambda: daemon.metric("qkvd_calibrations_total") == 1, "no calibration is made")
         cache.append(1024, *(rows * fall + 0.3 for rows in cache.rows(128)))
         assert cache.info().calibration != 0
+
+
+def section_of_commvq(bits, layers, kv_heads, key_dim):
+    """The header of its section in a calibration's file."""
+    return struct.pack("<BBB5xQ48x", 9, 1, bits, 64 + layers * kv_heads * key_dim * bits * 64)
+
+
+def turned(k, position):
+    """Keys [tokens][heads][64] by RoPE of theta 10000."""
+    angles = (position + np.arange(len(k)))[:, None, None] * 10000.0 ** (-np.arange(32) / 32)
+    cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = k[..., :32], k[..., 32:]
+    return np.concatenate([first * cosines - second * sines, first * sines + second * cosines], axis=-1)
+
+
+def test_commvq_learns_from_traffic(tmp_path):
+    """Codebooks that one session's rows teach are in the model's calibration, and code sessions to come, also after a
+    restart and in another daemon that is given the file."""
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB", "--calibrate-tokens", "1024")
+    policy = POLICY(codec="commvq", bits_k=2, bits_v=1, recent_window=0)
+    mix = np.random.default_rng(5).standard_normal((2, 64, 64)) * np.exp(-np.arange(64) / 12)[:, None]
+    mix = mix.astype(np.float32)
+
+    def open_session(cache, name):
+        session = copy.copy(cache)
+        session.name = name
+        session.stub.OpenSession(kv.OpenSessionRequest(session=name, model=cache.model.name, policy=policy,
+                                                       durability=kv.DURABILITY_SYNC), timeout=TIMEOUT)
+        return session
+
+    def append(session, position, tokens):
+        """The rows, and the relative errors that they are read with."""
+        errors = []
+        for layer in range(LAYERS):
+            k, v = (part @ mix[i] + 4 for i, part in enumerate(session.rows(tokens)))
+            k = turned(k, position)
+            session.append(position, k, v, layer=layer)
+            errors += [error(a, b[position:]) for a, b in zip((k, v), session.fetch((layer,)), strict=True)]
+        return errors
+
+    def better(errors, others):
+        """Keys of some heads may have fallen back."""
+        return all(a < most * b for a, b, most in zip(errors, others, (0.6, 0.3) * LAYERS, strict=True))
+
+    with Daemon(*arguments) as daemon, Daemon("--calibrate-tokens", "0") as other:
+        first = Cache(daemon.stub(), "first", layers=LAYERS, key_dim=64, value_dim=64, policy=policy,
+                      recent_window=0, rope=model_pb2.Rope(theta=10000), durability=kv.DURABILITY_SYNC)
+        data_free = append(first, 0, 1024)
+        wait_for(lambda: daemon.metric("qkvd_calibrations_total") == 1, "no calibration is made")
+        second = open_session(first, "second")
+        learnt = append(second, 0, 256)
+        version = second.info().calibration
+        assert version != 0 and better(learnt, data_free)
+        k, v = second.fetch((1,))
+        query = second.queries(2)
+        assert np.allclose(second.attend(254, query, layer=1)[0], attention(query, k, v, 254)[0], atol=5e-4)
+        chunks = second.stub.GetCalibration(model_pb2.GetCalibrationRequest(model=second.model.name), timeout=TIMEOUT)
+        file = b"".join(chunk.chunk for chunk in chunks)
+        assert section_of_commvq(2, LAYERS, 2, 64) in file and section_of_commvq(1, LAYERS, 2, 64) not in file
+        before = everything(second)
+        given = Cache(other.stub(), "given", layers=LAYERS, key_dim=64, value_dim=64, policy=policy, recent_window=0,
+                      rope=model_pb2.Rope(theta=10000), calibration=file, calibration_trusted=True)
+        assert better(append(given, 0, 256), data_free)
+        assert given.info().calibration == version
+        daemon.kill()
+    with Daemon(*arguments) as daemon:
+        second.stub = daemon.stub()
+        assert same(everything(second), before)
+        third = open_session(second, "third")
+        assert better(append(third, 0, 256), data_free)
+        assert third.info().calibration == version
+
+
+def test_commvq_by_the_worker(tmp_path):
+    """The file of qkv-worker calibrate has its codebooks, and what a daemon codes with it is better."""
+    file, text = str(tmp_path / "t.qkvc"), os.path.join(DATA, "calibration.txt")
+    json_lines("qkv-worker", "calibrate", "--model", DATA, "--text", text, "--tokens", "6144", "--codec", "commvq", "--bits",
+               "2", "--output", file)
+    with open(file, "rb") as opened:
+        assert section_of_commvq(2, 6, 2, 64) in opened.read()
+    score = ("qkv-worker", "score", "--model", DATA, "--text", os.path.join(DATA, "heldout_kjv.txt"), "--windows", "1",
+             "--prefill", "384", "--length", "512", "--codec", "commvq", "--bits", "2")
+    with Daemon("--calibrate-tokens", "0") as daemon:
+        (plain,) = json_lines(*score, "--target", daemon.target)
+        (with_file,) = json_lines(*score, "--calibration", file, "--target", daemon.target)
+    assert with_file["kl_bits"] < 0.7 * plain["kl_bits"]
 
 
 def test_the_daemons_default(tmp_path):

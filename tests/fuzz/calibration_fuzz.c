@@ -4,6 +4,8 @@
 #include <string.h>
 
 #include "engine/codec/calibration_internal.h"
+#include "engine/codec/commvq_book.h"
+#include "engine/codec/pq_book.h"
 #include "tests/fuzz/fuzz.h"
 
 static void use_transform(const qkv_transform *transform) {
@@ -25,6 +27,30 @@ static void use_transform(const qkv_transform *transform) {
   free(row);
 }
 
+// Codebooks that a section has; training others takes long.
+static void use_sections(const qkv_calibration *calibration) {
+  const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
+  const uint32_t layer = shape->layers - 1, head = shape->kv_heads - 1;
+  for (unsigned bits = 1; bits <= QKV_COMMVQ_ROUNDS; bits++) {
+    if (qkvi_calibration_section(calibration, QKV_COMMVQ_CODEC, bits, 0, 0) == NULL) continue;
+    const qkv_commvq_book *book = qkv_commvq_book_get(calibration, layer, head, bits);
+    for (size_t i = 0; i < book->groups * book->bits * QKV_COMMVQ_WIDTH; i++) {
+      const qkv_commvq_round *round = &book->rounds[i / QKV_COMMVQ_WIDTH];
+      for (size_t a = 0; a < QKV_COMMVQ_ENTRIES; a++) {
+        const float largest = 65504 * 4 * round->entries.of[0][i % QKV_COMMVQ_WIDTH][a];
+        if (!isfinite(largest) || !isfinite(round->squares[a][a])) __builtin_trap();
+      }
+    }
+  }
+  for (unsigned bits = 1; bits <= 4; bits *= 2) {
+    if (qkvi_calibration_section(calibration, QKV_PQ_CODEC, bits, 0, 0) == NULL) continue;
+    const qkv_pq_book *book = qkv_pq_book_calibrated(calibration, layer, head, QKV_V, 8 / bits);
+    for (size_t i = 0; i < QKV_PQ_POINTS * 8 / bits; i++) {
+      if (!(fabsf(qkv_pq_points(book, 0)[i]) <= QKV_PQ_COORDINATE_MAX)) __builtin_trap();
+    }
+  }
+}
+
 static void use(qkv_calibration *calibration) {
   const qkv_calibration_shape *shape = qkv_calibration_shape_of(calibration);
   for (uint32_t layer = 0; layer < shape->layers; layer++) {
@@ -35,6 +61,7 @@ static void use(qkv_calibration *calibration) {
       }
     }
   }
+  use_sections(calibration);
   if (qkv_calibration_version(calibration) == 0) __builtin_trap();
   if (qkv_calibration_check(calibration, shape, NULL) != QKV_OK) __builtin_trap();
   const qkv_calibration *reference = calibration;

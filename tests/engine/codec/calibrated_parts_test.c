@@ -155,6 +155,37 @@ static void codebooks_of_the_calibration_gain(void **state) {
   qkv_calibration_unref(&calibration);
 }
 
+// A trial that leaves keys or values of a head data-free takes their codebooks away, too.
+static void codebooks_go_with_parts(void **state) {
+  (void)state;
+  const char *codecs[] = {"pq", "commvq"};
+  qkv_rope rope = {.theta = 10000};
+  qkv_error error;
+  assert_int_equal(qkv_rope_resolve(&rope, DIM, &error), QKV_OK);
+  for (size_t i = 0; i < 2; i++) {
+    double without[2], with[2], dropped[2];
+    const qkv_policy policy = {.codec = qkv_codec_by_name(codecs[i]), .bits_k = 2, .bits_v = 2};
+    const qkv_calibration *plain = learn(&rope);
+    qkv_calibration *made = NULL;
+    qkv_section_wants wants = {0};
+    qkv_section_want(&wants, &policy);
+    assert_int_equal(qkv_calibration_add_sections(&plain, &wants, NULL, &made, &error), QKV_OK);
+    (void)measure(codecs[i], 2, &rope, NULL, without);
+    (void)measure(codecs[i], 2, &rope, made, with);
+    bool drop[HEADS * QKV_CALIBRATION_PARTS];
+    memset(drop, true, sizeof drop);
+    const qkv_calibration *tried = made;
+    assert_int_equal(qkv_calibration_adjust(&tried, drop, NULL, NULL, &made, &error), QKV_OK);
+    (void)measure(codecs[i], 2, &rope, made, dropped);
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      if (fabs(dropped[part] / without[part] - 1) > 0.02)
+        fail_msg("%s, part %d: %g, without a calibration %g, with one %g", codecs[i], part, dropped[part],
+                 without[part], with[part]);
+    }
+    qkv_calibration_unref((const qkv_calibration **)&made);
+  }
+}
+
 // Each more of a head's channels in the first set costs two bits for 64 tokens, of keys and of values.
 static void as_many_channels_as_are_said(void **state) {
   (void)state;
@@ -185,8 +216,8 @@ static void as_many_channels_as_are_said(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(channels_of_the_calibration_get_the_bits),
-                                     cmocka_unit_test(as_many_channels_as_are_said),
-                                     cmocka_unit_test(codebooks_of_the_calibration_gain)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(channels_of_the_calibration_get_the_bits), cmocka_unit_test(as_many_channels_as_are_said),
+      cmocka_unit_test(codebooks_of_the_calibration_gain), cmocka_unit_test(codebooks_go_with_parts)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

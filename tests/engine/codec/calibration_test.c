@@ -12,6 +12,7 @@
 
 #include "engine/codec/calibration_internal.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/commvq_book.h"
 #include "engine/codec/pq_book.h"
 #include "naive.h"
 
@@ -458,25 +459,40 @@ static void golden_files(void **state) {
 
 // ---- Sections ----
 
-// Of a small calibration, of pq with 2 and 4 bits: 12 KiB each.
-static qkv_calibration *make_with_sections(size_t *begin) {
+// A small calibration with the sections that sessions of these policies use.
+static qkv_calibration *make_for(const qkv_policy *policies, size_t count, size_t *begin) {
   qkv_calibration_shape shape = shape_of(16, 8, true);
   shape.layers = shape.kv_heads = shape.q_heads = 1;
   uint8_t *bytes = make_bytes_of(&shape, 3, 16, 8, begin);
   const qkv_calibration *plain = read_bytes(bytes, *begin);
   free(bytes);
   qkv_section_wants wants = {0};
-  qkv_policy policy = {.codec = qkv_codec_by_name("pq"), .bits_k = 2, .bits_v = 4};
-  qkv_section_want(&wants, &policy);
-  policy = (qkv_policy){.codec = qkv_codec_by_name("kivi"), .bits_k = 2, .bits_v = 2};
-  qkv_section_want(&wants, &policy);
-  policy = (qkv_policy){.codec = policy.codec, .codec_v = qkv_codec_by_name("pq"), .bits_k = 2, .bits_v = 1};
-  qkv_section_want(&wants, &policy);
+  for (size_t i = 0; i < count; i++) qkv_section_want(&wants, &policies[i]);
   qkv_calibration *calibration = NULL;
   assert_int_equal(qkv_calibration_add_sections(&plain, &wants, NULL, &calibration, NULL), QKV_OK);
   assert_null(plain);
-  assert_int_equal(calibration->size, *begin + 2 * (64 + 512 * (16 + 8)));
   assert_int_equal(calibration->size - *begin, qkv_calibration_sections_cost(&shape, &wants));
+  return calibration;
+}
+
+// Of pq with 2 and 4 bits: 12 KiB each.
+static qkv_calibration *make_with_sections(size_t *begin) {
+  const qkv_codec *pq = qkv_codec_by_name("pq"), *kivi = qkv_codec_by_name("kivi");
+  const qkv_policy policies[] = {{.codec = pq, .bits_k = 2, .bits_v = 4},
+                                 {.codec = kivi, .bits_k = 2, .bits_v = 2},
+                                 {.codec = kivi, .codec_v = pq, .bits_k = 2, .bits_v = 1}};
+  qkv_calibration *calibration = make_for(policies, 3, begin);
+  assert_int_equal(calibration->size, *begin + 2 * (64 + 512 * (16 + 8)));
+  return calibration;
+}
+
+// Of commvq with 1 and 2 bits, of keys alone: 1 and 2 KiB.
+static qkv_calibration *make_with_commvq(size_t *begin) {
+  const qkv_codec *commvq = qkv_codec_by_name("commvq");
+  const qkv_policy policies[] = {{.codec = commvq, .bits_k = 1, .bits_v = 1},
+                                 {.codec = commvq, .bits_k = 2, .bits_v = 1}};
+  qkv_calibration *calibration = make_for(policies, 2, begin);
+  assert_int_equal(calibration->size, *begin + 64 + 1024 + 64 + 2048);
   return calibration;
 }
 
@@ -487,18 +503,19 @@ static void sections_are_found_again(void **state) {
   const void *file = qkv_calibration_bytes(made, &size);
   qkv_calibration *calibration = read_bytes(file, size);
   const uint8_t *bytes = calibration->bytes;
-  assert_int_equal(qkvi_calibration_section(calibration, 7, 2) - bytes, begin + 64);
-  assert_int_equal(qkvi_calibration_section(calibration, 7, 4) - bytes, begin + 64 + 12288 + 64);
-  assert_null(qkvi_calibration_section(calibration, 7, 1));
-  assert_null(qkvi_calibration_section(calibration, 9, 2));
-  // What is adjusted has them, too.
-  bool drop[QKV_CALIBRATION_PARTS] = {false, true, true};
+  assert_int_equal(qkvi_calibration_section(calibration, 7, 2, 0, 0) - bytes, begin + 64);
+  assert_int_equal(qkvi_calibration_section(calibration, 7, 4, 0, 0) - bytes, begin + 64 + 12288 + 64);
+  assert_null(qkvi_calibration_section(calibration, 7, 1, 0, 0));
+  assert_null(qkvi_calibration_section(calibration, 9, 2, 0, 0));
+  // What is adjusted has them, too: those of parts that stay.
+  bool drop[QKV_CALIBRATION_PARTS] = {true, false, true};
   uint8_t *points = malloc(12288);
   assert_non_null(points);
   memcpy(points, bytes + begin + 64, 12288);
   const qkv_calibration *whole = calibration;
   assert_int_equal(qkv_calibration_adjust(&whole, drop, NULL, NULL, &calibration, NULL), QKV_OK);
-  assert_memory_equal(qkvi_calibration_section(calibration, 7, 2), points, 12288);
+  assert_memory_equal(qkvi_calibration_section(calibration, 7, 2, 0, 0), points, 8192);
+  assert_memory_not_equal(qkvi_calibration_section(calibration, 7, 2, 0, 0) + 8192, points + 8192, 4096);
   free(points);
   unref(calibration);
   unref(made);
@@ -565,13 +582,56 @@ static void damaged_sections_are_told(void **state) {
   unref(calibration);
 }
 
+static void damaged_entries_are_told(void **state) {
+  (void)state;
+  size_t begin, size;
+  // No section for bits that only values have.
+  const qkv_policy one = {.codec = qkv_codec_by_name("commvq"), .bits_k = 1, .bits_v = 2};
+  qkv_calibration *calibration = make_for(&one, 1, &begin);
+  assert_int_equal(calibration->size, begin + 64 + 1024);
+  unref(calibration);
+  calibration = make_with_commvq(&begin);
+  const void *file = qkv_calibration_bytes(calibration, &size);
+  uint8_t *bytes = malloc(size);
+  assert_non_null(bytes);
+  memcpy(bytes, file, size);
+  const damage all[] = {
+      {begin, 0x00010209, QKV_INVALID_ARGUMENT, "calibration's section of commvq has version 2, this build reads 1"},
+      {begin, 0x00040109, QKV_DATA_LOSS, "calibration's section of commvq is of 4 bits"},
+      {begin, 0x00020109, QKV_DATA_LOSS, "calibration's section of commvq has 1088 bytes of 3200, it takes 2112"},
+      {begin + 64, 0x7fc00000, QKV_DATA_LOSS,
+       "calibration's section of commvq with 1 bits: an entry's coordinate is not within -1e8 to 1e8"},
+      {size - 4, 0xccbebc21, QKV_DATA_LOSS,
+       "calibration's section of commvq with 2 bits: an entry's coordinate is not within -1e8 to 1e8"},
+  };
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+    uint32_t before;
+    memcpy(&before, bytes + all[i].offset, sizeof before);
+    memcpy(bytes + all[i].offset, &all[i].value, sizeof before);
+    qkvi_calibration_seal(bytes, size);
+    expect_refused(bytes, size, all[i].status, all[i].text);
+    memcpy(bytes + all[i].offset, &before, sizeof before);
+  }
+  // The largest entries that are taken are used.
+  const float most = QKV_COMMVQ_ENTRY_MAX;
+  for (size_t at = begin + 64; at < begin + 64 + 1024; at += sizeof most) memcpy(bytes + at, &most, sizeof most);
+  qkvi_calibration_seal(bytes, size);
+  qkv_calibration *extreme = read_bytes(bytes, size);
+  const qkv_commvq_book *book = qkv_commvq_book_get(extreme, 0, 0, 1);
+  for (size_t group = 0; group < book->groups; group++) {
+    const qkv_entries *entries = &book->rounds[group].entries;
+    for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j++) assert_true(isfinite(65504 * 2 * entries->of[0][j][0]));
+    assert_true(isfinite(book->rounds[group].squares[0][0]));
+  }
+  unref(extreme);
+  free(bytes);
+  unref(calibration);
+}
+
 // Sections of format 3 as they were first made are made, and read, for ever; and from files without sections the same
 // points are found that pages have been coded with.
-static void golden_sections(void **state) {
-  (void)state;
-  const char *const path = QKV_SOURCE_DIR "/tests/golden/calibration_v3.bin";
-  size_t begin, size;
-  qkv_calibration *calibration = make_with_sections(&begin);
+static void check_golden_sections(const char *path, qkv_calibration *calibration) {
+  size_t size;
   const void *bytes = qkv_calibration_bytes(calibration, &size);
   if (getenv("QKV_GOLDEN_WRITE") != NULL) {
     FILE *out = fopen(path, "wb");
@@ -585,8 +645,16 @@ static void golden_sections(void **state) {
   assert_int_equal(fread(golden, 1, size + 1, file), size);
   assert_int_equal(fclose(file), 0);
   assert_memory_equal(bytes, golden, size);
+  unref(read_bytes(golden, size));
   free(golden);
   unref(calibration);
+}
+
+static void golden_sections(void **state) {
+  (void)state;
+  size_t begin;
+  check_golden_sections(QKV_SOURCE_DIR "/tests/golden/calibration_v3.bin", make_with_sections(&begin));
+  check_golden_sections(QKV_SOURCE_DIR "/tests/golden/calibration_v3_commvq.bin", make_with_commvq(&begin));
 }
 
 static void points_of_first_formats_stay(void **state) {
@@ -622,6 +690,7 @@ int main(void) {
       cmocka_unit_test(golden_files),
       cmocka_unit_test(sections_are_found_again),
       cmocka_unit_test(damaged_sections_are_told),
+      cmocka_unit_test(damaged_entries_are_told),
       cmocka_unit_test(golden_sections),
       cmocka_unit_test(points_of_first_formats_stay),
       cmocka_unit_test(the_mean_of_what_turns_is_the_anchor),

@@ -287,6 +287,48 @@ static void repeated_rows_are_told_from_others(void **state) {
   }
 }
 
+static void expect_same_entries(const qkv_commvq_book *book, const qkv_commvq_book *other) {
+  assert_memory_equal(other->rounds, book->rounds, book->groups * book->bits * sizeof *book->rounds);
+  assert_memory_equal(other->pairs, book->pairs, sizeof book->pairs);
+  assert_memory_equal(other->roots, book->roots, sizeof book->roots);
+}
+
+// A section has what would be trained at the first use; from a file's bytes it is read again.
+static void sections_have_the_same_entries(void **state) {
+  (void)state;
+  source from;
+  init_source(&from);
+  const qkv_rope rope = resolved(1);
+  const qkv_calibration *calibration = learn(&from, &rope), *plain = learn(&from, &rope);
+  qkv_calibration *with = NULL, *again = NULL;
+  qkv_section_wants wants = {0};
+  qkv_error error = {0};
+  size_t size;
+  for (int bits = 1; bits <= 2; bits++) {
+    const qkv_policy policy = {.codec = qkv_codec_by_name("commvq"), .bits_k = bits, .bits_v = 1};
+    qkv_section_want(&wants, &policy);
+  }
+  assert_int_equal(qkv_calibration_add_sections(&plain, &wants, NULL, &with, &error), QKV_OK);
+  const void *file = qkv_calibration_bytes(with, &size);
+  if (qkv_calibration_read(file, size, &again, &error) != QKV_OK) fail_msg("%s", error.text);
+  for (uint32_t h = 0; h < HEADS; h++) {
+    for (unsigned bits = 1; bits <= 2; bits++) {
+      const qkv_commvq_book *trained = qkv_commvq_book_get(calibration, 0, h, bits);
+      expect_same_entries(trained, qkv_commvq_book_get(with, 0, h, bits));
+      expect_same_entries(trained, qkv_commvq_book_get(again, 0, h, bits));
+    }
+  }
+  // A trial that leaves a head's keys data-free leaves the other's entries.
+  bool drop[HEADS * QKV_CALIBRATION_PARTS] = {[QKV_PART_K_ARCHIVE] = true};
+  const qkv_calibration *tried = again;
+  assert_int_equal(qkv_calibration_adjust(&tried, drop, NULL, NULL, &again, &error), QKV_OK);
+  assert_ptr_equal(qkv_commvq_book_get(again, 0, 0, 2), qkv_commvq_book_data_free(DIM, 2));
+  expect_same_entries(qkv_commvq_book_get(calibration, 0, 1, 2), qkv_commvq_book_get(again, 0, 1, 2));
+  qkv_calibration_unref((const qkv_calibration **)&again);
+  qkv_calibration_unref((const qkv_calibration **)&with);
+  qkv_calibration_unref(&calibration);
+}
+
 // Entries are 2 x 2 matrices that commute with rotations; the book is made once and goes with the calibration.
 static void books(void **state) {
   (void)state;
@@ -296,16 +338,16 @@ static void books(void **state) {
   const uint64_t before = qkv_calibration_bytes_held();
   const qkv_calibration *calibration = learn(&from, &rope);
   const uint64_t without = qkv_calibration_bytes_held();
-  const qkv_commvq_book *book = qkv_commvq_book_get(calibration, 0, 1);
-  assert_ptr_equal(qkv_commvq_book_get(calibration, 0, 1), book);
-  assert_ptr_not_equal(qkv_commvq_book_get(calibration, 0, 0), book);
+  const qkv_commvq_book *book = qkv_commvq_book_get(calibration, 0, 1, 2);
+  assert_ptr_equal(qkv_commvq_book_get(calibration, 0, 1, 2), book);
+  assert_ptr_not_equal(qkv_commvq_book_get(calibration, 0, 0, 2), book);
   assert_true(qkv_calibration_bytes_held() >= without + 2 * sizeof *book);
   bool seen[DIM / 2] = {false};
   for (size_t at = 0; at < DIM / 2; at++) {
     assert_true(book->pairs[at] < DIM / 2 && !seen[book->pairs[at]]);
     seen[book->pairs[at]] = true;
   }
-  for (size_t r = 0; r < book->groups * QKV_COMMVQ_ROUNDS; r++) {
+  for (size_t r = 0; r < book->groups * book->bits; r++) {
     for (size_t a = 0; a < QKV_COMMVQ_ENTRIES; a++) {
       for (size_t j = 0; j < QKV_COMMVQ_WIDTH; j += 2) {
         const float x = book->rounds[r].entries.of[0][j][a], y = book->rounds[r].entries.of[0][j + 1][a];
@@ -316,8 +358,8 @@ static void books(void **state) {
   }
   // Another calibration of the same rows has the same codebooks.
   const qkv_calibration *again = learn(&from, &rope);
-  const qkv_commvq_book *same = qkv_commvq_book_get(again, 0, 1);
-  assert_memory_equal(same->rounds, book->rounds, book->groups * QKV_COMMVQ_ROUNDS * sizeof *book->rounds);
+  const qkv_commvq_book *same = qkv_commvq_book_get(again, 0, 1, 2);
+  expect_same_entries(same, book);
   qkv_calibration_unref(&again);
   qkv_calibration_unref(&calibration);
   assert_int_equal(qkv_calibration_bytes_held(), before);
@@ -329,6 +371,7 @@ int main(void) {
       cmocka_unit_test(parts_that_a_trial_drops_are_data_free),
       cmocka_unit_test(attention_is_that_of_the_decoded_rows),
       cmocka_unit_test(repeated_rows_are_told_from_others),
+      cmocka_unit_test(sections_have_the_same_entries),
       cmocka_unit_test(books),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
