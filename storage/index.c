@@ -91,25 +91,22 @@ qkvi_index *qkvi_index_create(void) {
   qkvi_index *index = qkvi_index_checked(calloc(1, sizeof *index));
   index->free = NONE;
   make_table(index, SLOTS_FIRST);
+  qkvi_numbered_init(&index->sessions, sizeof(index_session));
   return index;
 }
 
 void qkvi_index_destroy(qkvi_index **index) {
   qkvi_index *old = *index;
   if (old == NULL) return;
-  index_session *session = old->sessions;
-  HASH_CLEAR(hh, old->sessions);
-  while (session != NULL) {
-    index_session *next = session->hh.next;
+  const index_session *session;
+  for (uint32_t place = 0; (session = qkvi_numbered_next(&old->sessions, &place)) != NULL;) {
     for (index_run *run = session->runs, *after; run != NULL; run = after) {
       after = run->next;
       free(run);
     }
-    free(session->packed);
-    free(session->unloaded);
-    free(session);
-    session = next;
+    free(qkvi_index_packed(session));
   }
+  qkvi_numbered_deinit(&old->sessions);
   for (uint32_t i = 0; i * CHUNK_GROUPS < old->groups; i++) free(old->chunks[i]);
   free((void *)old->chunks);
   free(old->table);
@@ -178,25 +175,14 @@ static qkvi_entry unpack(const qkvi_index *index, uint32_t place) {
 // ---- Runs ----
 
 index_session *qkvi_index_session(const qkvi_index *index, uint64_t session) {
-  index_session *found = NULL;
-  HASH_FIND(hh, index->sessions, &session, sizeof session, found);
-  return found;
-}
-
-static void free_session(qkvi_index *index, index_session *session) {
-  HASH_DEL(index->sessions, session);
-  free(session);
+  return qkvi_numbered_find(&index->sessions, session);
 }
 
 // The run that takes the record, first of its session's then.
 static index_run *run_for(qkvi_index *index, const qkvi_entry *entry) {
   const uint32_t record_high = (uint32_t)(entry->record >> 32), position_high = (uint32_t)(entry->position >> 32);
   index_session *session = qkvi_index_session(index, entry->session);
-  if (session == NULL) {
-    session = qkvi_index_checked(calloc(1, sizeof *session));
-    session->session = entry->session;
-    HASH_ADD(hh, index->sessions, session, sizeof session->session, session);
-  }
+  if (session == NULL) session = qkvi_numbered_add(&index->sessions, entry->session);
   index_run **link = &session->runs;
   while (*link != NULL && ((*link)->record_high != record_high || (*link)->position_high != position_high))
     link = &(*link)->next;
@@ -224,8 +210,8 @@ static void free_run(qkvi_index *index, index_run *run) {
   *link = run->next;
   free(run);
   index->runs--;
-  if (session->runs == NULL && session->packed == NULL && session->unloaded == NULL && !index->packing)
-    free_session(index, session);
+  if (session->runs == NULL && session->packed == NULL && !session->unloaded && !index->packing)
+    qkvi_numbered_remove(&index->sessions, session);
 }
 
 static uint32_t take_group(qkvi_index *index) {
@@ -361,7 +347,8 @@ void qkvi_index_shrink(qkvi_index *index) {
   while ((records + 1) * 5 > (uint64_t)slots * 4) slots += slots / 4;
   make_table(index, slots);
   index->records = 0;
-  for (index_session *session = index->sessions; session != NULL; session = session->hh.next) {
+  const index_session *session;
+  for (uint32_t place = 0; (session = qkvi_numbered_next(&index->sessions, &place)) != NULL;) {
     for (index_run *run = session->runs; run != NULL; run = run->next) move_run(index, old, run);
   }
   assert(index->records == records);
@@ -414,11 +401,11 @@ uint64_t qkvi_index_records(const qkvi_index *index) {
 }
 
 uint64_t qkvi_index_sessions(const qkvi_index *index) {
-  return HASH_COUNT(index->sessions);
+  return index->sessions.count;
 }
 
 uint64_t qkvi_index_bytes(const qkvi_index *index) {
   const uint64_t chunks = (index->groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
   return chunks * CHUNK_GROUPS * sizeof(record_group) + (uint64_t)index->slots * sizeof *index->table +
-         index->runs * sizeof(index_run) + qkvi_index_sessions(index) * sizeof(index_session) + index->packed_bytes;
+         index->runs * sizeof(index_run) + qkvi_numbered_bytes(&index->sessions) + index->packed_bytes;
 }

@@ -3,11 +3,10 @@
 #ifndef QKV_STORAGE_INDEX_INTERNAL_H
 #define QKV_STORAGE_INDEX_INTERNAL_H
 
-#include "storage/index.h"
+#include <stdlib.h>
 
-// For uthash: abort where there is no memory for a record's entry.
-#define uthash_fatal(text) abort()
-#include <uthash.h>
+#include "storage/index.h"
+#include "storage/numbered.h"
 
 enum { QKVI_INDEX_GROUP = 16, QKVI_INDEX_CHUNK = 256 };
 #define QKVI_INDEX_NONE UINT32_MAX
@@ -35,25 +34,25 @@ typedef struct record_group {
 
 typedef struct packed_session {
   uint32_t count, bytes;
-  uint64_t segments;  // bit (slot % 64) of each that has a record
-  uint64_t writing;   // the record that it is being written as; 0: none
+  uint64_t writing;  // the record that it is being written as; 0: none
   uint8_t data[];
 } packed_session;
 
-typedef struct unloaded_session {
-  uint64_t record, segments;  // likewise, with that of the record
-  uint32_t count;
-  uint32_t segment, at, blocks, raw_bytes;  // of the record
-} unloaded_session;
-
+// What is packed of it is in memory, on the disk, or nowhere.
 typedef struct index_session {
   uint64_t session;
-  index_run *runs;             // the one that was added to last first
-  packed_session *packed;      // NULL: none
-  unloaded_session *unloaded;  // NULL: nothing; then `packed` is
-  bool stays_packed;
-  UT_hash_handle hh;
+  index_run *runs;  // the one that was added to last first
+  union {
+    packed_session *packed;  // unloaded is 0; NULL: none
+    uint64_t record;         // unloaded is 1: that has it, which lies where the last fields say
+  };
+  uint64_t segments;  // of what is packed: bit (slot % 64) of each that has a record, that with `record` included
+  uint64_t at : 24, segment : 24, count : 16;
+  uint64_t blocks : 20, raw : 30;
+  uint64_t unloaded : 1, stays_packed : 1;
 } index_session;
+
+_Static_assert(sizeof(index_session) == 48, "no padding");
 
 struct qkvi_index {
   record_group **chunks;  // QKVI_INDEX_CHUNK each
@@ -65,7 +64,7 @@ struct qkvi_index {
   uint32_t free_groups;
   uint64_t packed_records, packed_bytes;
   bool packing;  // a session whose last record goes stays
-  index_session *sessions;
+  qkvi_numbered sessions;
   uint64_t *fresh;  // sessions that were packed and not taken by take_fresh yet
   size_t fresh_count, fresh_capacity;
 };
@@ -77,6 +76,11 @@ static inline void *qkvi_index_checked(void *memory) {
 
 static inline record_group *qkvi_index_group(const qkvi_index *index, uint32_t group) {
   return &index->chunks[group / QKVI_INDEX_CHUNK][group % QKVI_INDEX_CHUNK];
+}
+
+// What is packed of it in memory; NULL: nothing.
+static inline packed_session *qkvi_index_packed(const index_session *session) {
+  return session->unloaded ? NULL : session->packed;
 }
 
 // NULL: it has no records.

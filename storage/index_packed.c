@@ -15,6 +15,8 @@ _Static_assert(sizeof(payload_header) == 16, "no padding");
 #define PAYLOAD_MAGIC UINT64_C(0x5845444e49564b51)  // "QKVINDEX"
 enum { PAYLOAD_VERSION = 1 };
 
+_Static_assert(QKVI_PACKED_MAX < 1 << 16, "as wide as index_session.count");
+
 // ---- Packing ----
 
 enum {
@@ -129,14 +131,15 @@ static uint64_t segment_bit(uint32_t segment) {
   return UINT64_C(1) << segment % 64;
 }
 
-static packed_session *pack_entries(const qkvi_entry *entries, uint32_t count) {
+static packed_session *pack_entries(const qkvi_entry *entries, uint32_t count, uint64_t *segments) {
   uint8_t *data = qkvi_index_checked(malloc((size_t)count * PACKED_MAX + 1)), *at = data;
   qkvi_entry wanted = {0};
   packed_session head = {.count = count};
+  *segments = 0;
   for (uint32_t i = 0; i < count; i++) {
     at = pack_entry(at, &entries[i], &wanted);
     wanted = expected_after(&entries[i]);
-    head.segments |= segment_bit(entries[i].segment);
+    *segments |= segment_bit(entries[i].segment);
   }
   head.bytes = (uint32_t)(at - data);
   packed_session *packed = qkvi_index_checked(malloc(sizeof *packed + head.bytes));
@@ -160,7 +163,7 @@ static void add_packed(qkvi_index *index, const index_session *session, const ui
 
 // Adds the packed ones to the table.
 static void unpack_session(qkvi_index *index, index_session *session) {
-  packed_session *packed = session->packed;
+  packed_session *packed = qkvi_index_packed(session);
   if (packed == NULL) return;
   session->packed = NULL;
   index->packed_records -= packed->count;
@@ -180,17 +183,19 @@ static void note_fresh(qkvi_index *index, const index_session *session) {
 
 // Of one that is unloaded, what came since stays as it is.
 static void pack_session(qkvi_index *index, index_session *session) {
-  if (session->runs == NULL || session->unloaded != NULL) return;
+  if (session->runs == NULL || session->unloaded) return;
   unpack_session(index, session);  // what came since goes with the others
   if (qkvi_index_count(index, session) > QKVI_PACKED_MAX) return;
   uint32_t count;
   qkvi_entry *entries = list_entries(index, session, &count);
-  packed_session *packed = pack_entries(entries, count);
+  uint64_t segments;
+  packed_session *packed = pack_entries(entries, count, &segments);
   index->packing = true;
   for (uint32_t i = 0; i < count; i++) qkvi_index_remove(index, entries[i].record);
   index->packing = false;
   free(entries);
   session->packed = packed;
+  session->segments = segments;
   index->packed_records += count;
   index->packed_bytes += sizeof *packed + packed->bytes;
   note_fresh(index, session);
@@ -217,8 +222,8 @@ static bool may_lie_in(uint64_t segments, uint32_t segment) {
 }
 
 static bool lies_in(const index_session *session, uint32_t segment) {
-  const packed_session *packed = session->packed;
-  if (packed == NULL || !may_lie_in(packed->segments, segment)) return false;
+  const packed_session *packed = qkvi_index_packed(session);
+  if (packed == NULL || !may_lie_in(session->segments, segment)) return false;
   const uint8_t *at = packed->data;
   qkvi_entry entry = {.session = session->session};
   for (uint32_t i = 0; i < packed->count; i++) {
@@ -230,13 +235,15 @@ static bool lies_in(const index_session *session, uint32_t segment) {
 }
 
 void qkvi_index_unpack_segment(qkvi_index *index, uint32_t segment) {
-  for (index_session *at = index->sessions; at != NULL; at = at->hh.next) {
+  index_session *at;
+  for (uint32_t place = 0; (at = qkvi_numbered_next(&index->sessions, &place)) != NULL;) {
     if (lies_in(at, segment)) unpack_session(index, at);
   }
 }
 
 void qkvi_index_pack_again(qkvi_index *index) {
-  for (index_session *at = index->sessions; at != NULL; at = at->hh.next) {
+  index_session *at;
+  for (uint32_t place = 0; (at = qkvi_numbered_next(&index->sessions, &place)) != NULL;) {
     if (at->stays_packed) pack_session(index, at);
   }
   qkvi_index_shrink(index);
@@ -259,8 +266,8 @@ void qkvi_index_drop_fresh(qkvi_index *index) {
 
 uint8_t *qkvi_index_payload(const qkvi_index *index, uint64_t session, uint64_t *bytes) {
   const index_session *found = qkvi_index_session(index, session);
-  if (found == NULL || found->packed == NULL || found->packed->writing != 0) return NULL;
-  const packed_session *packed = found->packed;
+  const packed_session *packed = found == NULL ? NULL : qkvi_index_packed(found);
+  if (packed == NULL || packed->writing != 0) return NULL;
   const payload_header header = {.magic = PAYLOAD_MAGIC, .version = PAYLOAD_VERSION, .count = packed->count};
   *bytes = sizeof header + packed->bytes;
   uint8_t *payload = qkvi_index_checked(malloc(*bytes));
@@ -275,46 +282,42 @@ void qkvi_index_writing(qkvi_index *index, uint64_t session, uint64_t record) {
 
 bool qkvi_index_unload(qkvi_index *index, const qkvi_entry *entry) {
   index_session *session = qkvi_index_session(index, entry->session);
-  packed_session *packed = session == NULL ? NULL : session->packed;
+  packed_session *packed = session == NULL ? NULL : qkvi_index_packed(session);
   if (packed == NULL || packed->writing != entry->record) return false;
   packed->writing = 0;
   if (entry->extent == 0) {
     note_fresh(index, session);
     return false;
   }
-  unloaded_session *unloaded = qkvi_index_checked(malloc(sizeof *unloaded));
-  *unloaded = (unloaded_session){.record = entry->record,
-                                 .segments = packed->segments | segment_bit(entry->segment),
-                                 .count = packed->count,
-                                 .segment = entry->segment,
-                                 .at = (uint32_t)(entry->offset / QKV_STORAGE_BLOCK),
-                                 .blocks = (uint32_t)(entry->extent / QKV_STORAGE_BLOCK),
-                                 .raw_bytes = entry->raw_bytes};
   index->packed_bytes -= sizeof *packed + packed->bytes;
-  index->packed_bytes += sizeof *unloaded;
-  session->unloaded = unloaded;
-  session->packed = NULL;
+  session->unloaded = 1;
+  session->record = entry->record;
+  session->segments |= segment_bit(entry->segment);
+  session->count = packed->count & 0xffff;
+  session->segment = entry->segment & 0xffffff;
+  session->at = entry->offset / QKV_STORAGE_BLOCK & 0xffffff;
+  session->blocks = entry->extent / QKV_STORAGE_BLOCK & 0xfffff;
+  session->raw = (entry->raw_bytes - 1) & 0x3fffffff;
   free(packed);
   return true;
 }
 
 bool qkvi_index_unloaded(const qkvi_index *index, uint64_t session, qkvi_entry *entry) {
   const index_session *found = qkvi_index_session(index, session);
-  const unloaded_session *unloaded = found == NULL ? NULL : found->unloaded;
-  if (unloaded == NULL) return false;
-  *entry = (qkvi_entry){.record = unloaded->record,
+  if (found == NULL || !found->unloaded) return false;
+  *entry = (qkvi_entry){.record = found->record,
                         .session = session,
-                        .offset = (uint64_t)unloaded->at * QKV_STORAGE_BLOCK,
-                        .extent = (uint64_t)unloaded->blocks * QKV_STORAGE_BLOCK,
-                        .raw_bytes = unloaded->raw_bytes,
-                        .segment = unloaded->segment,
+                        .offset = (uint64_t)found->at * QKV_STORAGE_BLOCK,
+                        .extent = (uint64_t)found->blocks * QKV_STORAGE_BLOCK,
+                        .raw_bytes = (uint32_t)found->raw + 1,
+                        .segment = (uint32_t)found->segment,
                         .tokens = 1,
                         .kind = QKVI_RECORD_INDEX};
   return true;
 }
 
 // Whether the packed records are possible, and not in the index yet.
-static bool are_right(const qkvi_index *index, const unloaded_session *unloaded, const uint8_t *data, uint64_t bytes,
+static bool are_right(const qkvi_index *index, const index_session *unloaded, const uint8_t *data, uint64_t bytes,
                       bool (*lies)(void *context, const qkvi_entry *entry), void *context) {
   const uint8_t *at = data;
   qkvi_entry entry = {0};
@@ -334,25 +337,24 @@ static bool are_right(const qkvi_index *index, const unloaded_session *unloaded,
 bool qkvi_index_load(qkvi_index *index, uint64_t session, const uint8_t *payload, uint64_t bytes,
                      bool (*lies)(void *context, const qkvi_entry *entry), void *context) {
   index_session *found = qkvi_index_session(index, session);
-  unloaded_session *unloaded = found->unloaded;
   payload_header header = {0};
   if (bytes >= sizeof header) memcpy(&header, payload, sizeof header);
-  if (header.magic != PAYLOAD_MAGIC || header.version != PAYLOAD_VERSION || header.count != unloaded->count ||
-      !are_right(index, unloaded, payload + sizeof header, bytes - sizeof header, lies, context))
+  if (header.magic != PAYLOAD_MAGIC || header.version != PAYLOAD_VERSION || header.count != found->count ||
+      !are_right(index, found, payload + sizeof header, bytes - sizeof header, lies, context))
     return false;
-  found->unloaded = NULL;
-  index->packed_records -= unloaded->count;
-  index->packed_bytes -= sizeof *unloaded;
-  free(unloaded);
+  found->unloaded = 0;
+  found->packed = NULL;
+  index->packed_records -= header.count;
   add_packed(index, found, payload + sizeof header, bytes - sizeof header, header.count);
   return true;
 }
 
 uint64_t *qkvi_index_list_unloaded(const qkvi_index *index, uint32_t segment, size_t *count) {
-  uint64_t *list = qkvi_index_checked(malloc((HASH_COUNT(index->sessions) + 1) * sizeof *list));
+  uint64_t *list = qkvi_index_checked(malloc((index->sessions.count + 1) * sizeof *list));
+  const index_session *at;
   *count = 0;
-  for (const index_session *at = index->sessions; at != NULL; at = at->hh.next) {
-    if (at->unloaded != NULL && may_lie_in(at->unloaded->segments, segment)) list[(*count)++] = at->session;
+  for (uint32_t place = 0; (at = qkvi_numbered_next(&index->sessions, &place)) != NULL;) {
+    if (at->unloaded && may_lie_in(at->segments, segment)) list[(*count)++] = at->session;
   }
   return list;
 }

@@ -5,9 +5,7 @@
 #include <string.h>
 
 #include "storage/internal.h"
-
-#define uthash_fatal(text) abort()
-#include <uthash.h>
+#include "storage/numbered.h"
 
 typedef struct session_cut {
   uint64_t time, sequence;
@@ -18,15 +16,8 @@ typedef struct session_cut {
   struct session_cut *earlier;
 } session_cut;
 
-struct qkvi_session {
-  uint64_t session;
-  uint64_t time;            // when it was opened, by the table's clock
-  uint64_t opened, noted;   // sequences of the entry that opened it and of the last SESSION_NOTE
-  bool dead;                // closed; a ghost, if it has heirs
-  bool dropped;             // dropped without an entry that says so
-  bool lost;                // a fork without its parent
-  bool failed;              // the entry that opens it is not in the journal
-  bool unswept;             // its records wait for sweep(), which needs its cuts
+// What a session has only with a parent, heirs or cuts.
+typedef struct lineage {
   uint32_t depth;           // length of the chain of forks
   uint32_t layers;          // of a fork
   uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
@@ -38,86 +29,117 @@ struct qkvi_session {
   session_cut *cuts;            // the newest first
   session_cut **ordered;        // the same, the oldest first, once it is decided which are needed, in a scan
   size_t ordered_count;
-  UT_hash_handle hh;
+} lineage;
+
+struct qkvi_session {
+  uint64_t session;
+  uint64_t opened, noted;  // sequences of the entry that opened it and of the last SESSION_NOTE
+  lineage *lines;          // NULL: all of it is 0
+  uint64_t time : 56;      // when it was opened, by the table's clock
+  uint64_t dead : 1;       // closed; a ghost, if it has heirs
+  uint64_t dropped : 1;    // dropped without an entry that says so
+  uint64_t lost : 1;       // a fork without its parent
+  uint64_t failed : 1;     // the entry that opens it is not in the journal
+  uint64_t unswept : 1;    // its records wait for sweep(), which needs its cuts
 };
 
+_Static_assert(sizeof(qkvi_session) == 40, "no padding");
+
 struct qkvi_sessions {
-  qkvi_session *known;  // in the order of their opening
+  qkvi_numbered known;
   uint64_t clock;
   qkvi_sweep_fn *sweep;  // NULL: scanning
   void *context;
 };
 
 qkvi_sessions *qkvi_sessions_create(void) {
-  return qkvi_checked(calloc(1, sizeof(qkvi_sessions)));
+  qkvi_sessions *sessions = qkvi_checked(calloc(1, sizeof *sessions));
+  qkvi_numbered_init(&sessions->known, sizeof(qkvi_session));
+  return sessions;
 }
 
-static void free_session(qkvi_session *session) {
-  while (session->cuts != NULL) {
-    session_cut *earlier = session->cuts->earlier;
-    free(session->cuts);
-    session->cuts = earlier;
+static void free_lineage(qkvi_session *session) {
+  lineage *lines = session->lines;
+  session->lines = NULL;
+  if (lines == NULL) return;
+  while (lines->cuts != NULL) {
+    session_cut *earlier = lines->cuts->earlier;
+    free(lines->cuts);
+    lines->cuts = earlier;
   }
-  free((void *)session->ordered);
-  free(session->limits);
-  free(session->parent_limits);
-  free(session->reach);
-  free(session);
+  free((void *)lines->ordered);
+  free(lines->limits);
+  free(lines->parent_limits);
+  free(lines->reach);
+  free(lines);
 }
 
 void qkvi_sessions_destroy(qkvi_sessions **sessions) {
   if (*sessions == NULL) return;
-  qkvi_session *session = (*sessions)->known;
-  HASH_CLEAR(hh, (*sessions)->known);
-  while (session != NULL) {
-    qkvi_session *next = session->hh.next;
-    free_session(session);
-    session = next;
-  }
+  qkvi_session *session;
+  for (uint32_t place = 0; (session = qkvi_numbered_next(&(*sessions)->known, &place)) != NULL;)
+    free_lineage(session);
+  qkvi_numbered_deinit(&(*sessions)->known);
   free(*sessions);
   *sessions = NULL;
 }
 
 static qkvi_session *find(const qkvi_sessions *sessions, uint64_t number) {
-  qkvi_session *found = NULL;
-  HASH_FIND(hh, sessions->known, &number, sizeof number, found);
-  return found;
+  return qkvi_numbered_find(&sessions->known, number);
 }
 
 // ---- The tree ----
 
+static const lineage *lines_of(const qkvi_session *session) {
+  static const lineage none;
+  return session->lines == NULL ? &none : session->lines;
+}
+
+static lineage *need_lines(qkvi_session *session) {
+  if (session->lines == NULL) session->lines = qkvi_checked(calloc(1, sizeof *session->lines));
+  return session->lines;
+}
+
+// Once nothing of it is left.
+static void drop_lines(qkvi_session *session) {
+  const lineage *lines = lines_of(session);
+  if (lines->parent == NULL && lines->heirs == NULL && lines->cuts == NULL && lines->limits == NULL)
+    free_lineage(session);
+}
+
 static qkvi_session *add(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
-  qkvi_session *session = qkvi_checked(calloc(1, sizeof *session));
-  session->session = entry->session;
+  qkvi_session *session = qkvi_numbered_add(&sessions->known, entry->session);
   session->opened = entry->sequence;
-  session->time = ++sessions->clock;
-  HASH_ADD(hh, sessions->known, session, sizeof session->session, session);
+  session->time = ++sessions->clock & (UINT64_MAX >> 8);
   return session;
 }
 
 static void link_heir(qkvi_session *parent, qkvi_session *heir) {
-  heir->parent = parent;
-  heir->depth = parent->depth + 1;
-  heir->older = parent->heirs;
-  if (heir->older != NULL) heir->older->newer = heir;
-  parent->heirs = heir;
+  lineage *lines = need_lines(heir), *above = need_lines(parent);
+  lines->parent = parent;
+  lines->depth = above->depth + 1;
+  lines->older = above->heirs;
+  if (lines->older != NULL) lines->older->lines->newer = heir;
+  above->heirs = heir;
 }
 
-static void unlink_heir(qkvi_session *heir) {
-  if (heir->parent == NULL) return;
-  if (heir->newer != NULL) {
-    heir->newer->older = heir->older;
+static void unlink_heir(const qkvi_session *heir) {
+  const lineage *lines = lines_of(heir);
+  if (lines->parent == NULL) return;
+  if (lines->newer != NULL) {
+    lines->newer->lines->older = lines->older;
   } else {
-    heir->parent->heirs = heir->older;
+    lines->parent->lines->heirs = lines->older;
   }
-  if (heir->older != NULL) heir->older->newer = heir->newer;
+  if (lines->older != NULL) lines->older->lines->newer = lines->newer;
+  drop_lines(lines->parent);
 }
 
 static void bury(qkvi_sessions *sessions, qkvi_session *session) {
-  assert(session->heirs == NULL);
+  assert(lines_of(session)->heirs == NULL);
   unlink_heir(session);
-  HASH_DEL(sessions->known, session);  // NOLINT(clang-analyzer-core.NullDereference): it is linked
-  free_session(session);
+  free_lineage(session);
+  qkvi_numbered_remove(&sessions->known, session);
 }
 
 static uint64_t *copy_limits(const uint64_t *limits, uint32_t layers) {
@@ -131,7 +153,7 @@ static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *ent
   qkv_status status = QKV_OK;
   if (parent == NULL || parent->dead) {
     status = QKV_FAILED_PRECONDITION;
-  } else if (parent->depth >= QKV_FORK_DEPTH_MAX) {
+  } else if (lines_of(parent)->depth >= QKV_FORK_DEPTH_MAX) {
     status = QKV_RESOURCE_EXHAUSTED;
   }
   if (status != QKV_OK && sessions->sweep != NULL) return status;
@@ -140,14 +162,16 @@ static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *ent
   if (heir->lost) return status;
   link_heir(parent, heir);
   if (entry->positions == NULL) return QKV_OK;
-  heir->layers = entry->layers;
-  heir->limits = copy_limits(entry->positions, entry->layers);
-  heir->reach = copy_limits(entry->positions, entry->layers);
-  if (parent->limits == NULL) return QKV_OK;
+  lineage *lines = heir->lines;
+  const lineage *above = parent->lines;
+  lines->layers = entry->layers;
+  lines->limits = copy_limits(entry->positions, entry->layers);
+  lines->reach = copy_limits(entry->positions, entry->layers);
+  if (above->limits == NULL) return QKV_OK;
   // A layer that the parent does not inherit has the limit 0.
-  heir->parent_limits = qkvi_checked(calloc(heir->layers, sizeof *heir->parent_limits));
-  const uint32_t both = heir->layers < parent->layers ? heir->layers : parent->layers;
-  memcpy(heir->parent_limits, parent->limits, both * sizeof *heir->parent_limits);
+  lines->parent_limits = qkvi_checked(calloc(lines->layers, sizeof *lines->parent_limits));
+  const uint32_t both = lines->layers < above->layers ? lines->layers : above->layers;
+  memcpy(lines->parent_limits, above->limits, both * sizeof *lines->parent_limits);
   return QKV_OK;
 }
 
@@ -162,7 +186,7 @@ static uint32_t clip(const qkvi_entry *entry, uint32_t tokens, uint64_t limit) {
 // Of an own record: what a fork at `time` sees of it, or with UINT64_MAX the session itself.
 static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, uint64_t time) {
   uint32_t tokens = entry->tokens;
-  for (const session_cut *cut = owner->cuts; cut != NULL && tokens > 0; cut = cut->earlier) {
+  for (const session_cut *cut = lines_of(owner)->cuts; cut != NULL && tokens > 0; cut = cut->earlier) {
     if (cut->layer != QKV_LAYER_ALL && cut->layer != entry->layer) continue;
     // The row existed and was cut, or it was put behind the cut after the fork had separated.
     if ((cut->time < time) == (entry->record < cut->watermark)) tokens = clip(entry, tokens, cut->position);
@@ -231,10 +255,11 @@ static void find_all_covers(session_cut **cuts, size_t count) {
 // When the heirs were forked, in ascending order. The caller frees it.
 static uint64_t *times_of_heirs(const qkvi_session *session, size_t *count) {
   *count = 0;
-  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) ++*count;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) ++*count;
   uint64_t *times = qkvi_checked(malloc((*count + 1) * sizeof *times));
   size_t at = *count;
-  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) times[--at] = heir->time;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older)
+    times[--at] = heir->time;
   return times;
 }
 
@@ -256,10 +281,10 @@ static size_t not_behind(const uint64_t *times, size_t count, uint64_t time) {
 // cuts, the oldest first, which the caller frees.
 static session_cut **decide_cuts(qkvi_session *session, bool alone, size_t *count) {
   *count = 0;
-  for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) ++*count;
+  for (session_cut *cut = lines_of(session)->cuts; cut != NULL; cut = cut->earlier) ++*count;
   session_cut **cuts = qkvi_checked(malloc((*count + 1) * sizeof(session_cut *)));
   size_t at = *count;
-  for (session_cut *cut = session->cuts; cut != NULL; cut = cut->earlier) {
+  for (session_cut *cut = lines_of(session)->cuts; cut != NULL; cut = cut->earlier) {
     cut->from = 0;
     cut->until = UINT64_MAX;
     cuts[--at] = cut;
@@ -277,32 +302,36 @@ static session_cut **decide_cuts(qkvi_session *session, bool alone, size_t *coun
 }
 
 static void forget_cuts(qkvi_session *session) {
+  lineage *lines = session->lines;
   size_t count;
+  if (lines == NULL) return;
   session_cut **cuts = decide_cuts(session, false, &count);
-  session->cuts = NULL;
+  lines->cuts = NULL;
   for (size_t i = 0; i < count; i++) {
     if (cuts[i]->needed) {
-      cuts[i]->earlier = session->cuts;
-      session->cuts = cuts[i];
+      cuts[i]->earlier = lines->cuts;
+      lines->cuts = cuts[i];
     } else {
       free(cuts[i]);
     }
   }
   free((void *)cuts);
+  drop_lines(session);
 }
 
 static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_journal_entry *entry) {
+  lineage *lines = need_lines(session);
   session_cut *cut = qkvi_checked(malloc(sizeof *cut));
   *cut = (session_cut){.time = ++sessions->clock,
                        .sequence = entry->sequence,
                        .position = entry->position,
                        .watermark = entry->watermark,
                        .layer = entry->layer,
-                       .earlier = session->cuts};
-  session->cuts = cut;
-  for (uint32_t layer = 0; layer < session->layers; layer++) {
+                       .earlier = lines->cuts};
+  lines->cuts = cut;
+  for (uint32_t layer = 0; layer < lines->layers; layer++) {
     if (entry->layer != QKV_LAYER_ALL && entry->layer != layer) continue;
-    if (session->limits[layer] > entry->position) session->limits[layer] = entry->position;
+    if (lines->limits[layer] > entry->position) lines->limits[layer] = entry->position;
   }
 }
 
@@ -310,11 +339,12 @@ static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_jo
 
 // It only ever shrinks: a fork takes no more than the session itself has.
 static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
-  const uint64_t most = session->reach[layer];
-  uint64_t reach = session->dead ? 0 : session->limits[layer];
-  for (const qkvi_session *heir = session->heirs; heir != NULL && reach < most; heir = heir->older) {
-    if (layer >= heir->layers) continue;
-    const uint64_t limit = heir->parent_limits[layer], own = heir->reach[layer];
+  const lineage *lines = session->lines;
+  const uint64_t most = lines->reach[layer];
+  uint64_t reach = session->dead ? 0 : lines->limits[layer];
+  for (const qkvi_session *heir = lines->heirs; heir != NULL && reach < most; heir = heir->lines->older) {
+    if (layer >= heir->lines->layers) continue;
+    const uint64_t limit = heir->lines->parent_limits[layer], own = heir->lines->reach[layer];
     const uint64_t both = limit < own ? limit : own;
     if (both > reach) reach = both;
   }
@@ -324,30 +354,33 @@ static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
 // Whether another heir, with the same cuts of the parent before and behind its fork, goes as far.
 static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach) {
   uint64_t after = 0, before = UINT64_MAX;
-  for (const session_cut *cut = heir->parent->cuts; cut != NULL && after == 0; cut = cut->earlier) {
+  for (const session_cut *cut = lines_of(heir->lines->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
     if (cut->time > heir->time) before = cut->time;
     if (cut->time < heir->time) after = cut->time;
   }
-  for (const qkvi_session *other = heir->parent->heirs; other != NULL && other->time > after; other = other->older) {
-    if (other != heir && other->time < before && layer < other->layers && other->reach[layer] >= reach) return true;
+  for (const qkvi_session *other = lines_of(heir->lines->parent)->heirs; other != NULL && other->time > after;
+       other = other->lines->older) {
+    if (other != heir && other->time < before && layer < other->lines->layers && other->lines->reach[layer] >= reach)
+      return true;
   }
   return false;
 }
 
 // Recomputes how far a session and its heirs reach; true: no sibling reaches what they have lost.
 static bool shrink(qkvi_session *session) {
+  const lineage *lines = lines_of(session);
   bool lost = false;
-  for (uint32_t layer = 0; layer < session->layers; layer++) {
-    const uint64_t before = session->reach[layer];
-    session->reach[layer] = reach_of(session, layer);
-    if (session->reach[layer] < before && !lost) lost = !is_reached(session, layer, before);
+  for (uint32_t layer = 0; layer < lines->layers; layer++) {
+    const uint64_t before = lines->reach[layer];
+    lines->reach[layer] = reach_of(session, layer);
+    if (lines->reach[layer] < before && !lost) lost = !is_reached(session, layer, before);
   }
   return lost;
 }
 
 static void bury_all(qkvi_sessions *sessions, qkvi_session *session) {
-  while (session != NULL && session->dead && session->heirs == NULL) {
-    qkvi_session *parent = session->parent;
+  while (session != NULL && session->dead && lines_of(session)->heirs == NULL) {
+    qkvi_session *parent = lines_of(session)->parent;
     bury(sessions, session);
     session = parent;
   }
@@ -362,9 +395,9 @@ static void settle(qkvi_sessions *sessions, qkvi_session *session) {
   for (bool lost = true; session != NULL;) {
     if (lost) session->unswept = !sessions->sweep(sessions->context, session);
     if (!session->unswept) forget_cuts(session);
-    qkvi_session *parent = session->parent;
-    lost = parent != NULL && shrink(session) && (parent->dead || parent->cuts != NULL);
-    const bool gone = session->dead && session->heirs == NULL;
+    qkvi_session *parent = lines_of(session)->parent;
+    lost = parent != NULL && shrink(session) && (parent->dead || lines_of(parent)->cuts != NULL);
+    const bool gone = session->dead && lines_of(session)->heirs == NULL;
     if (gone) bury(sessions, session);
     if (!lost && !gone) return;
     session = parent;
@@ -395,11 +428,18 @@ qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *
 
 // ---- Scanning ----
 
+static int compare_times(const void *a, const void *b) {
+  const qkvi_session *first = *(qkvi_session *const *)a, *second = *(qkvi_session *const *)b;
+  return first->time < second->time ? -1 : first->time > second->time;
+}
+
 // All sessions in the order of their opening, parents first. The caller frees it.
 static qkvi_session **list_all(const qkvi_sessions *sessions, size_t *count) {
-  qkvi_session **list = qkvi_checked(malloc((HASH_COUNT(sessions->known) + 1) * sizeof(qkvi_session *)));
+  qkvi_session **list = qkvi_checked(malloc((sessions->known.count + 1) * sizeof(qkvi_session *))), *session;
   *count = 0;
-  for (qkvi_session *at = sessions->known; at != NULL; at = at->hh.next) list[(*count)++] = at;
+  for (uint32_t place = 0; (session = qkvi_numbered_next(&sessions->known, &place)) != NULL;)
+    list[(*count)++] = session;
+  if (*count > 0) qsort((void *)list, *count, sizeof *list, compare_times);
   return list;
 }
 
@@ -409,13 +449,14 @@ uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence) {
   qkvi_session **list = list_all(sessions, &count);
   for (size_t i = 0; i < count; i++) {
     qkvi_session *session = list[i];
-    session->lost = session->lost || session->opened < sequence || (session->parent != NULL && session->parent->lost);
+    session->lost = session->lost || session->opened < sequence ||
+                    (lines_of(session)->parent != NULL && lines_of(session)->parent->lost);
     if (!session->lost) continue;
     given_up += session->dead ? 0 : 1;
     list[lost++] = session;
   }
   while (lost-- > 0) {
-    qkvi_session *parent = list[lost]->parent;
+    qkvi_session *parent = lines_of(list[lost])->parent;
     bury(sessions, list[lost]);
     if (parent != NULL && !parent->lost) bury_all(sessions, parent);
   }
@@ -432,22 +473,23 @@ void qkvi_sessions_drop(qkvi_sessions *sessions, uint64_t session) {
 
 void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *context, uint64_t session),
                            void *context) {
-  for (const qkvi_session *at = sessions->known; at != NULL; at = at->hh.next) {
+  const qkvi_session *at;
+  for (uint32_t place = 0; (at = qkvi_numbered_next(&sessions->known, &place)) != NULL;) {
     if (at->dropped) each(context, at->session);
   }
 }
 
-static const session_cut *cut_of(const qkvi_session *session, uint64_t sequence) {
-  size_t low = 0, high = session->ordered_count;
+static const session_cut *cut_of(const lineage *lines, uint64_t sequence) {
+  size_t low = 0, high = lines->ordered_count;
   while (low < high) {
     const size_t middle = low + (high - low) / 2;
-    if (session->ordered[middle]->sequence < sequence) {
+    if (lines->ordered[middle]->sequence < sequence) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
-  return low < session->ordered_count && session->ordered[low]->sequence == sequence ? session->ordered[low] : NULL;
+  return low < lines->ordered_count && lines->ordered[low]->sequence == sequence ? lines->ordered[low] : NULL;
 }
 
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry) {
@@ -457,8 +499,10 @@ bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *
   if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return !session->dead && entry->sequence == session->noted;
   if (entry->kind == QKV_JOURNAL_SESSION_OPEN) return entry->sequence == session->opened;
   if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return true;
-  if (session->ordered == NULL) session->ordered = decide_cuts(session, !session->dead, &session->ordered_count);
-  const session_cut *cut = cut_of(session, entry->sequence);
+  lineage *lines = session->lines;
+  if (lines != NULL && lines->ordered == NULL)
+    lines->ordered = decide_cuts(session, !session->dead, &lines->ordered_count);
+  const session_cut *cut = cut_of(lines_of(session), entry->sequence);
   return cut != NULL && cut->needed;
 }
 
@@ -469,7 +513,7 @@ bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
 
 bool qkvi_sessions_alone(const qkvi_sessions *sessions, uint64_t session) {
   const qkvi_session *found = find(sessions, session);
-  return found != NULL && !found->dead && found->parent == NULL && found->heirs == NULL;
+  return found != NULL && !found->dead && lines_of(found)->parent == NULL && lines_of(found)->heirs == NULL;
 }
 
 bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session) {
@@ -500,8 +544,8 @@ uint64_t qkvi_session_number(const qkvi_session *session) {
 
 static uint32_t heirs_layers(const qkvi_session *session) {
   uint32_t layers = 0;
-  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) {
-    if (heir->layers > layers) layers = heir->layers;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) {
+    if (heir->lines->layers > layers) layers = heir->lines->layers;
   }
   return layers;
 }
@@ -518,11 +562,11 @@ static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t 
   // Cuts behind a fork separate it from what is put later: all of these, as nothing was put before now.
   memset(limits, 0xff, layers * sizeof *limits);
   memset(reach, 0, layers * sizeof *reach);
-  const session_cut *cut = session->cuts;
-  for (const qkvi_session *heir = session->heirs; heir != NULL; heir = heir->older) {
+  const session_cut *cut = lines_of(session)->cuts;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) {
     for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) lower(limits, layers, cut);
-    for (uint32_t layer = 0; layer < heir->layers; layer++) {
-      const uint64_t both = heir->reach[layer] < limits[layer] ? heir->reach[layer] : limits[layer];
+    for (uint32_t layer = 0; layer < heir->lines->layers; layer++) {
+      const uint64_t both = heir->lines->reach[layer] < limits[layer] ? heir->lines->reach[layer] : limits[layer];
       if (both > reach[layer]) reach[layer] = both;
     }
   }
@@ -531,7 +575,8 @@ static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t 
 void qkvi_sessions_tell_reach(const qkvi_sessions *sessions,
                               void (*tell)(void *context, uint64_t session, const uint64_t *reach, uint32_t layers),
                               void *context) {
-  for (const qkvi_session *at = sessions->known; at != NULL; at = at->hh.next) {
+  const qkvi_session *at;
+  for (uint32_t place = 0; (at = qkvi_numbered_next(&sessions->known, &place)) != NULL;) {
     const uint32_t layers = at->dead ? 0 : heirs_layers(at);
     if (layers == 0) continue;
     uint64_t *reach = qkvi_checked(malloc(2 * layers * sizeof *reach));
@@ -554,19 +599,19 @@ void qkvi_view_deinit(qkvi_view *view) {
 
 bool qkvi_view_up(qkvi_view *view) {
   const qkvi_session *heir = view->owner;
-  if (heir->parent == NULL || heir->limits == NULL) return false;
+  if (lines_of(heir)->parent == NULL || lines_of(heir)->limits == NULL) return false;
   if (view->from == NULL) {
-    view->layers = heir->layers;
-    view->limits = copy_limits(heir->limits, heir->layers);
+    view->layers = lines_of(heir)->layers;
+    view->limits = copy_limits(lines_of(heir)->limits, lines_of(heir)->layers);
   } else {
     // Through the last heir: what the owner had when that heir was forked.
     for (uint32_t layer = 0; layer < view->layers; layer++) {
-      const uint64_t limit = layer < view->from->layers ? view->from->parent_limits[layer] : 0;
+      const uint64_t limit = layer < view->from->lines->layers ? view->from->lines->parent_limits[layer] : 0;
       if (limit < view->limits[layer]) view->limits[layer] = limit;
     }
   }
   view->from = heir;
-  view->owner = heir->parent;
+  view->owner = lines_of(heir)->parent;
   return true;
 }
 
@@ -583,10 +628,12 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
   qkvi_session **list = list_all(sessions, &count);
   while (count-- > 0) {  // heirs first
     qkvi_session *session = list[count];
-    for (uint32_t layer = 0; layer < session->layers; layer++) session->reach[layer] = reach_of(session, layer);
+    lineage *lines = session->lines;
+    if (lines == NULL) continue;
+    for (uint32_t layer = 0; layer < lines->layers; layer++) lines->reach[layer] = reach_of(session, layer);
+    free((void *)lines->ordered);
+    lines->ordered = NULL;
     forget_cuts(session);
-    free((void *)session->ordered);
-    session->ordered = NULL;
   }
   free((void *)list);
   sessions->sweep = sweep;
@@ -616,21 +663,21 @@ bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session) {
 
 // The heirs in groups: `count` of them, and `layers` of the fork that has most. Arrays may be NULL.
 static void group_heirs(qkvi_needs *needs) {
-  const session_cut *cut = needs->owner->cuts;
+  const session_cut *cut = lines_of(needs->owner)->cuts;
   bool fresh = true;
   size_t count = 0;
-  for (const qkvi_session *heir = needs->owner->heirs; heir != NULL; heir = heir->older) {
+  for (const qkvi_session *heir = lines_of(needs->owner)->heirs; heir != NULL; heir = heir->lines->older) {
     for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) fresh = true;
     count += fresh ? 1 : 0;
     fresh = false;
     if (needs->times == NULL) {
-      if (heir->layers > needs->layers) needs->layers = heir->layers;
+      if (heir->lines->layers > needs->layers) needs->layers = heir->lines->layers;
       continue;
     }
     uint64_t *reach = needs->reach + (count - 1) * needs->layers;
     needs->times[count - 1] = heir->time;
-    for (uint32_t layer = 0; layer < heir->layers; layer++) {
-      if (heir->reach[layer] > reach[layer]) reach[layer] = heir->reach[layer];
+    for (uint32_t layer = 0; layer < heir->lines->layers; layer++) {
+      if (heir->lines->reach[layer] > reach[layer]) reach[layer] = heir->lines->reach[layer];
     }
   }
   needs->count = count;
@@ -638,7 +685,7 @@ static void group_heirs(qkvi_needs *needs) {
 
 void qkvi_needs_init(qkvi_needs *needs, const qkvi_session *owner) {
   *needs = (qkvi_needs){.owner = owner};
-  if (owner->heirs == NULL) return;
+  if (lines_of(owner)->heirs == NULL) return;
   group_heirs(needs);
   needs->times = qkvi_checked(calloc(needs->count, sizeof *needs->times));
   needs->reach = qkvi_checked(calloc(needs->count * needs->layers + 1, sizeof *needs->reach));
