@@ -6,7 +6,7 @@
 //   segments.c  files, space, preparing               sessions.c  live sessions, forks
 //   read.c      reading, batches (batch.c)            compact.c   moving, removing
 //   sweep.c     forgets records in no view         pack.c      packs the index; unload.c: and takes it out of memory
-//   numbered.c  tables of sessions
+//   numbered.c  tables of sessions                 cuts.c      which truncations are needed
 //
 // `lock` guards what callers read: the mailbox, numbers, dirty bytes, waiters, statistics, and changes of the index
 // and the table of segments. The storage thread reads the latter two without it, as only it changes them.

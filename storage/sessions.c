@@ -4,17 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "storage/cuts.h"
 #include "storage/internal.h"
 #include "storage/numbered.h"
-
-typedef struct session_cut {
-  uint64_t time, sequence;
-  uint64_t position, watermark;
-  uint32_t layer;
-  bool needed;           // by decide_cuts
-  uint64_t from, until;  // only heirs that were forked between these may need it
-  struct session_cut *earlier;
-} session_cut;
 
 // What a session has only with a parent, heirs or cuts.
 typedef struct lineage {
@@ -26,8 +18,8 @@ typedef struct lineage {
   qkvi_session *parent;
   qkvi_session *heirs;          // the newest first
   qkvi_session *newer, *older;  // among the parent's heirs
-  session_cut *cuts;            // the newest first
-  session_cut **ordered;        // the same, the oldest first, once it is decided which are needed, in a scan
+  qkvi_cut *cuts;               // the newest first
+  qkvi_cut **ordered;           // the same, the oldest first, once it is decided which are needed, in a scan
   size_t ordered_count;
 } lineage;
 
@@ -63,7 +55,7 @@ static void free_lineage(qkvi_session *session) {
   session->lines = NULL;
   if (lines == NULL) return;
   while (lines->cuts != NULL) {
-    session_cut *earlier = lines->cuts->earlier;
+    qkvi_cut *earlier = lines->cuts->earlier;
     free(lines->cuts);
     lines->cuts = earlier;
   }
@@ -186,7 +178,7 @@ static uint32_t clip(const qkvi_entry *entry, uint32_t tokens, uint64_t limit) {
 // Of an own record: what a fork at `time` sees of it, or with UINT64_MAX the session itself.
 static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, uint64_t time) {
   uint32_t tokens = entry->tokens;
-  for (const session_cut *cut = lines_of(owner)->cuts; cut != NULL && tokens > 0; cut = cut->earlier) {
+  for (const qkvi_cut *cut = lines_of(owner)->cuts; cut != NULL && tokens > 0; cut = cut->earlier) {
     if (cut->layer != QKV_LAYER_ALL && cut->layer != entry->layer) continue;
     // The row existed and was cut, or it was put behind the cut after the fork had separated.
     if ((cut->time < time) == (entry->record < cut->watermark)) tokens = clip(entry, tokens, cut->position);
@@ -195,62 +187,6 @@ static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, ui
 }
 
 // ---- Cuts ----
-
-// Another cut that clips all that this one clips takes its place: the next one for forks behind that, the last one
-// before it for forks before that.
-static void note_cover(session_cut *cut, const session_cut *other) {
-  if (other->time < cut->time && other->time > cut->from) cut->from = other->time;
-  if (other->time > cut->time && other->time < cut->until) cut->until = other->time;
-}
-
-// How many of a stack of ascending positions are at or below this one.
-static size_t at_or_below(session_cut *const *stack, size_t count, uint64_t position) {
-  size_t low = 0, high = count;
-  while (low < high) {
-    const size_t middle = low + (high - low) / 2;
-    if (stack[middle]->position <= position) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Finds for each cut the nearest one of `layer` on one side of it that covers it. On the stack are those that no
-// nearer one replaces.
-static void find_covers(session_cut *const *cuts, size_t count, uint32_t layer, bool behind, session_cut **stack) {
-  size_t height = 0;
-  for (size_t i = 0; i < count; i++) {
-    session_cut *cut = cuts[behind ? count - 1 - i : i];
-    const size_t below = at_or_below(stack, height, cut->position);
-    if (below > 0) note_cover(cut, stack[below - 1]);
-    if (cut->layer != layer) continue;
-    height = below > 0 && stack[below - 1]->position == cut->position ? below - 1 : below;
-    stack[height++] = cut;
-  }
-}
-
-static int compare_layers(const void *a, const void *b) {
-  const session_cut *first = *(session_cut *const *)a, *second = *(session_cut *const *)b;
-  if (first->layer != second->layer) return first->layer < second->layer ? -1 : 1;
-  return first->time < second->time ? -1 : first->time > second->time;
-}
-
-// All cuts of a layer are covered by those of that layer and by those of all layers.
-static void find_all_covers(session_cut **cuts, size_t count) {
-  session_cut **other = qkvi_checked(malloc(2 * count * sizeof *other)), **stack = other + count;
-  memcpy((void *)other, (const void *)cuts, count * sizeof *cuts);
-  qsort((void *)other, count, sizeof *other, compare_layers);
-  for (int behind = 0; behind < 2; behind++) {
-    find_covers(cuts, count, QKV_LAYER_ALL, behind != 0, stack);
-    for (size_t first = 0, end; first < count && other[first]->layer != QKV_LAYER_ALL; first = end) {
-      for (end = first + 1; end < count && other[end]->layer == other[first]->layer;) end++;
-      find_covers(other + first, end - first, other[first]->layer, behind != 0, stack);
-    }
-  }
-  free((void *)other);
-}
 
 // When the heirs were forked, in ascending order. The caller frees it.
 static uint64_t *times_of_heirs(const qkvi_session *session, size_t *count) {
@@ -263,40 +199,11 @@ static uint64_t *times_of_heirs(const qkvi_session *session, size_t *count) {
   return times;
 }
 
-// How many ascending times are not behind this one.
-static size_t not_behind(const uint64_t *times, size_t count, uint64_t time) {
-  size_t low = 0, high = count;
-  while (low < high) {
-    const size_t middle = low + (high - low) / 2;
-    if (times[middle] <= time) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Sets which cuts a view needs. `alone`: the session's own view, too, which is that of a future fork. Returns the
-// cuts, the oldest first, which the caller frees.
-static session_cut **decide_cuts(qkvi_session *session, bool alone, size_t *count) {
-  *count = 0;
-  for (session_cut *cut = lines_of(session)->cuts; cut != NULL; cut = cut->earlier) ++*count;
-  session_cut **cuts = qkvi_checked(malloc((*count + 1) * sizeof(session_cut *)));
-  size_t at = *count;
-  for (session_cut *cut = lines_of(session)->cuts; cut != NULL; cut = cut->earlier) {
-    cut->from = 0;
-    cut->until = UINT64_MAX;
-    cuts[--at] = cut;
-  }
-  if (*count > 0) find_all_covers(cuts, *count);
+// `alone`: the session's own view counts, too, which is that of a future fork. The caller frees it.
+static qkvi_cut **decide_cuts(const qkvi_session *session, bool alone, size_t *count) {
   size_t heirs;
   uint64_t *times = times_of_heirs(session, &heirs);
-  for (size_t i = 0; i < *count; i++) {
-    const size_t before = not_behind(times, heirs, cuts[i]->until);
-    const bool inherited = before > 0 && times[before - 1] > cuts[i]->from;
-    cuts[i]->needed = inherited || (alone && cuts[i]->until == UINT64_MAX);
-  }
+  qkvi_cut **cuts = qkvi_cuts_decide(lines_of(session)->cuts, times, heirs, alone, count);
   free(times);
   return cuts;
 }
@@ -305,7 +212,7 @@ static void forget_cuts(qkvi_session *session) {
   lineage *lines = session->lines;
   size_t count;
   if (lines == NULL) return;
-  session_cut **cuts = decide_cuts(session, false, &count);
+  qkvi_cut **cuts = decide_cuts(session, false, &count);
   lines->cuts = NULL;
   for (size_t i = 0; i < count; i++) {
     if (cuts[i]->needed) {
@@ -321,13 +228,13 @@ static void forget_cuts(qkvi_session *session) {
 
 static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_journal_entry *entry) {
   lineage *lines = need_lines(session);
-  session_cut *cut = qkvi_checked(malloc(sizeof *cut));
-  *cut = (session_cut){.time = ++sessions->clock,
-                       .sequence = entry->sequence,
-                       .position = entry->position,
-                       .watermark = entry->watermark,
-                       .layer = entry->layer,
-                       .earlier = lines->cuts};
+  qkvi_cut *cut = qkvi_checked(malloc(sizeof *cut));
+  *cut = (qkvi_cut){.time = ++sessions->clock,
+                    .sequence = entry->sequence,
+                    .position = entry->position,
+                    .watermark = entry->watermark,
+                    .layer = entry->layer,
+                    .earlier = lines->cuts};
   lines->cuts = cut;
   for (uint32_t layer = 0; layer < lines->layers; layer++) {
     if (entry->layer != QKV_LAYER_ALL && entry->layer != layer) continue;
@@ -354,7 +261,7 @@ static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
 // Whether another heir, with the same cuts of the parent before and behind its fork, goes as far.
 static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach) {
   uint64_t after = 0, before = UINT64_MAX;
-  for (const session_cut *cut = lines_of(heir->lines->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
+  for (const qkvi_cut *cut = lines_of(heir->lines->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
     if (cut->time > heir->time) before = cut->time;
     if (cut->time < heir->time) after = cut->time;
   }
@@ -479,7 +386,7 @@ void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *con
   }
 }
 
-static const session_cut *cut_of(const lineage *lines, uint64_t sequence) {
+static const qkvi_cut *cut_of(const lineage *lines, uint64_t sequence) {
   size_t low = 0, high = lines->ordered_count;
   while (low < high) {
     const size_t middle = low + (high - low) / 2;
@@ -502,7 +409,7 @@ bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *
   lineage *lines = session->lines;
   if (lines != NULL && lines->ordered == NULL)
     lines->ordered = decide_cuts(session, !session->dead, &lines->ordered_count);
-  const session_cut *cut = cut_of(lines_of(session), entry->sequence);
+  const qkvi_cut *cut = cut_of(lines_of(session), entry->sequence);
   return cut != NULL && cut->needed;
 }
 
@@ -550,7 +457,7 @@ static uint32_t heirs_layers(const qkvi_session *session) {
   return layers;
 }
 
-static void lower(uint64_t *limits, uint32_t layers, const session_cut *cut) {
+static void lower(uint64_t *limits, uint32_t layers, const qkvi_cut *cut) {
   for (uint32_t layer = 0; layer < layers; layer++) {
     if (cut->layer != QKV_LAYER_ALL && cut->layer != layer) continue;
     if (cut->position < limits[layer]) limits[layer] = cut->position;
@@ -562,7 +469,7 @@ static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t 
   // Cuts behind a fork separate it from what is put later: all of these, as nothing was put before now.
   memset(limits, 0xff, layers * sizeof *limits);
   memset(reach, 0, layers * sizeof *reach);
-  const session_cut *cut = lines_of(session)->cuts;
+  const qkvi_cut *cut = lines_of(session)->cuts;
   for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) {
     for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) lower(limits, layers, cut);
     for (uint32_t layer = 0; layer < heir->lines->layers; layer++) {
@@ -663,7 +570,7 @@ bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session) {
 
 // The heirs in groups: `count` of them, and `layers` of the fork that has most. Arrays may be NULL.
 static void group_heirs(qkvi_needs *needs) {
-  const session_cut *cut = lines_of(needs->owner)->cuts;
+  const qkvi_cut *cut = lines_of(needs->owner)->cuts;
   bool fresh = true;
   size_t count = 0;
   for (const qkvi_session *heir = lines_of(needs->owner)->heirs; heir != NULL; heir = heir->lines->older) {

@@ -134,7 +134,7 @@ MUTANTS = [
      "    if ((cut->time < time) == (entry->record < cut->watermark)) tokens",
      "    if (time > 0 && entry->record < cut->watermark) tokens", "storage/forks"),
     ("an heir's truncation does not lower its limits", "storage/sessions.c",
-     "    if (session->limits[layer] > entry->position) session->limits[layer] = entry->position;\n",
+     "    if (lines->limits[layer] > entry->position) lines->limits[layer] = entry->position;\n",
      "    (void)session;\n",
      "storage/forks"),
     # ---- Prefixes ----
