@@ -189,11 +189,16 @@ static void update_prefix_gauges(qkv_daemon *daemon) {
 }
 
 static void update_gpu(qkv_daemon *daemon) {
-  const bool wanted = daemon->options->gpu_memory > 0;
-  const qkvi_gpu_stats stats = daemon->gpu != NULL ? qkvi_gpu_read(daemon->gpu) : (qkvi_gpu_stats){.down = wanted};
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_GPU_DOWN], stats.down);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_GPU_BYTES], (int64_t)stats.bytes);
-  qkv_metric_set(&daemon->metrics[QKV_METRIC_GPU_RANGES], (int64_t)stats.ranges);
+  uint64_t down = daemon->gpus == NULL && daemon->options->gpu_memory > 0, bytes = 0, ranges = 0;
+  for (size_t i = 0; i < qkvi_gpus_count(daemon->gpus); i++) {
+    const qkvi_gpu_stats stats = qkvi_gpu_read(qkvi_gpus_at(daemon->gpus, i));
+    down += stats.down;
+    bytes += stats.bytes;
+    ranges += stats.ranges;
+  }
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_GPU_DOWN], (int64_t)down);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_GPU_BYTES], (int64_t)bytes);
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_GPU_RANGES], (int64_t)ranges);
 }
 
 void qkv_daemon_update_gauges(qkv_daemon *daemon) {
@@ -389,19 +394,18 @@ static void start_shared_memory(qkv_daemon *daemon) {
   };
   const qkv_server_options *options = daemon->options;
   daemon->regions = qkvi_regions_create((size_t)options->limit_client_shm, 2 * (size_t)options->limit_message,
-                                        daemon->gpu, counters);
+                                        daemon->gpus, counters);
 }
 
-static qkv_status start_gpu(qkv_daemon *daemon, qkv_error *error) {
+static qkv_status start_gpus(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   const qkvi_gpu_config config = {.memory_bytes = (uint64_t)options->gpu_memory,
-                                  .device = options->gpu_device,
                                   .kernels = options->gpu_kernels,
                                   .admit_attends = QKVI_GPU_ADMIT_ATTENDS,
                                   .sticky_ms = QKVI_GPU_STICKY_MS,
                                   .retry_ms = QKVI_GPU_RETRY_MS,
                                   .metrics = daemon->metrics};
-  return options->gpu_memory > 0 ? qkvi_gpu_create(&config, &daemon->gpu, error) : QKV_OK;
+  return options->gpu_memory > 0 ? qkvi_gpus_create(&config, &options->gpu_devices, &daemon->gpus, error) : QKV_OK;
 }
 
 static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
@@ -418,7 +422,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
                                         .bulk_nice = QKV_DAEMON_BULK_NICE,
                                         .pinned = options->pin_threads};
   QKV_TRY(qkv_executor_create(&executor, &daemon->executor, error));
-  QKV_TRY(start_gpu(daemon, error));
+  QKV_TRY(start_gpus(daemon, error));
   const qkv_store_config store = {
       .memory_budget = (uint64_t)options->memory_budget,
       .heap = qkv_server_options_heap(options),
@@ -430,7 +434,8 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .limits = read_account_limits,
       .limits_context = daemon,
       .retier_all = options->tier_thresholds != NULL,
-      .device = daemon->gpu != NULL ? qkvi_gpu_device(daemon->gpu) : NULL,
+      .choose_device = daemon->gpus != NULL ? qkvi_gpus_choose : NULL,
+      .devices = daemon->gpus,
       .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),
   };
   daemon->store = qkv_store_create(&store);
@@ -601,7 +606,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_objects_destroy(&old->objects);
   qkvi_regions_destroy(&old->regions);
   if (old->store != NULL) qkv_store_destroy(&old->store);
-  qkvi_gpu_destroy(&old->gpu);
+  qkvi_gpus_destroy(&old->gpus);
   qkvi_quotas_destroy(&old->quotas);
   qkvi_audit_destroy(&old->audit);
   qkvi_watch_hub_destroy(&old->watch);

@@ -19,7 +19,7 @@
 #include "server/auth/audit.h"
 #include "server/auth/auth.h"
 #include "server/calibrations.h"
-#include "server/gpu/gpu.h"
+#include "server/gpu/gpus.h"
 #include "server/handlers/health.h"
 #include "server/http/observed.h"
 #include "server/kept_calibrations.h"
@@ -50,7 +50,7 @@ typedef struct qkv_daemon {
   qkvi_watch_hub *watch;
   qkvi_memory memory;
   qkv_rpc_server *rpc;
-  qkvi_gpu *gpu;           // NULL: without gpu-memory, a driver or kernels
+  qkvi_gpus *gpus;         // NULL: without gpu-memory, a driver or kernels
   struct qkvi_http *http;  // NULL without an admin-listen
   qkvi_observed observed;  // calls by method and tenant
   qkvi_jwt *jwt;           // NULL: without jwks

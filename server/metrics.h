@@ -114,9 +114,9 @@
     "Files of the SSD that the device did not give at the start; they stay for the next one.")                      \
   X(STORAGE_BAD_RECORDS, "qkvd_storage_bad_records_total", QKV_COUNTER,                                             \
     "Damaged records that recovery, compaction or a read has found.")                                               \
-  X(GPU_DOWN, "qkvd_gpu_down", QKV_GAUGE, "1 while gpu-memory is given and no GPU is used.")                        \
-  X(GPU_BYTES, "qkvd_gpu_bytes", QKV_GAUGE, "Memory of the GPU that is in use, of gpu-memory.")                     \
-  X(GPU_RANGES, "qkvd_gpu_ranges", QKV_GAUGE, "Ranges of up to 64 pages of which the GPU has copies.")              \
+  X(GPU_DOWN, "qkvd_gpu_down", QKV_GAUGE, "GPUs of gpu-devices that are not used, while gpu-memory is given.")      \
+  X(GPU_BYTES, "qkvd_gpu_bytes", QKV_GAUGE, "Memory of GPUs that is in use, of gpu-memory on each.")                \
+  X(GPU_RANGES, "qkvd_gpu_ranges", QKV_GAUGE, "Ranges of up to 64 pages of which a GPU has copies.")                \
   X(GPU_HITS, "qkvd_gpu_hits_total", QKV_COUNTER,                                                                   \
     "Ranges of requests that the GPU had copies of; one that the kernels can take counts here or as a miss.")       \
   X(GPU_MISSES, "qkvd_gpu_misses_total", QKV_COUNTER, "Ranges of requests that it had no copies of.")               \

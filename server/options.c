@@ -57,10 +57,10 @@ const qkv_option qkv_server_option_table[] = {
      "Memory for all sessions: keys, values and what belongs to them. What does not fit leaves for --data-dir, or "
      "is refused where there is none. The whole process keeps to this and a tenth."},
     {"gpu-memory", QKV_OPTION_BYTES, AT(gpu_memory), "0", 0, 1024 * GIB, "BYTES",
-     "Memory on a GPU for copies of coded pages, whose attention is computed there; for all other pages it is "
+     "Memory on each GPU for copies of coded pages, whose attention is computed there; for all other pages it is "
      "computed by the CPU. At least 16MiB; 0: no GPU is used."},
-    {"gpu-device", QKV_OPTION_STRING, AT(gpu_device), "0", 0, 0, "GPU",
-     "The GPU: its number or its UUID, or the UUID of a MIG slice."},
+    {"gpu-devices", QKV_OPTION_LIST, AT(gpu_devices), "0", 0, 0, "GPU",
+     "GPUs that are used, each with gpu-memory: their numbers or UUIDs, or that of a MIG slice; all: every one."},
     {"gpu-kernels", QKV_OPTION_STRING, AT(gpu_kernels), NULL, 0, 0, "FILE",
      "File with the GPU's kernels (a fat binary, a cubin or PTX) in place of those that are part of the program."},
     {"huge-pages", QKV_OPTION_STRING, AT(huge_pages), "auto", 0, 0, "PAGES",

@@ -25,7 +25,7 @@ typedef struct qkv_server_options {
   const char *allow_anonymous;                     // "unix", "all" or NULL
   int64_t memory_budget;                           // bytes of KV and of the sessions themselves
   int64_t gpu_memory;                              // bytes; 0: no GPU is used
-  const char *gpu_device;                          // its number or UUID
+  qkv_option_list gpu_devices;                     // their numbers or UUIDs, or "all"
   const char *gpu_kernels;                         // or NULL
   const char *huge_pages;
   const char *numa;

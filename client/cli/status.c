@@ -24,8 +24,17 @@ static ProtobufCMessage *call(const qkvctl_values *values, const char *method, c
 
 // ---- status ----
 
+static json_t *gpu_json(const Qkv__V1__GpuStatus *gpu) {
+  return json_pack("{s:s, s:s, s:s, s:b, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "device", gpu->device, "name",
+                   gpu->name, "uuid", gpu->uuid, "up", gpu->up, "reason", gpu->reason, "bytes",
+                   (json_int_t)gpu->bytes, "bytes_limit", (json_int_t)gpu->bytes_limit, "ranges",
+                   (json_int_t)gpu->ranges, "sessions", (json_int_t)gpu->sessions, "hits", (json_int_t)gpu->hits,
+                   "misses", (json_int_t)gpu->misses, "failures", (json_int_t)gpu->failures);
+}
+
 static json_t *status_json(const Qkv__V1__GetStatusResponse *status) {
-  json_t *listen = json_array(), *metrics = json_object(), *options = json_object();
+  json_t *listen = json_array(), *metrics = json_object(), *options = json_object(), *gpus = json_array();
+  for (size_t i = 0; i < status->n_gpus; i++) json_array_append_new(gpus, gpu_json(status->gpus[i]));
   for (size_t i = 0; i < status->n_listen; i++) json_array_append_new(listen, json_string(status->listen[i]));
   for (size_t i = 0; i < status->n_metrics; i++) {
     json_object_set_new(metrics, status->metrics[i]->name, json_real(status->metrics[i]->value));
@@ -35,14 +44,14 @@ static json_t *status_json(const Qkv__V1__GetStatusResponse *status) {
     json_object_set_new(options, option->name,
                         json_pack("{s:s, s:s}", "value", option->value, "source", option->source));
   }
-  return json_pack("{s:I, s:I, s:I, s:I, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:s, s:o, s:o}",
+  return json_pack("{s:I, s:I, s:I, s:I, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:s, s:o, s:o, s:o}",
                    "kv_bytes_available", (json_int_t)status->kv_bytes_available, "overhead_bytes",
                    (json_int_t)status->overhead_bytes, "learning_bytes", (json_int_t)status->learning_bytes,
                    "calibration_bytes", (json_int_t)status->calibration_bytes, "version", status->version, "state",
                    status->state, "uptime_ms", (json_int_t)status->uptime_ms, "models", (json_int_t)status->models,
                    "sessions", (json_int_t)status->sessions, "kv_bytes", (json_int_t)status->kv_bytes,
                    "kv_bytes_limit", (json_int_t)status->kv_bytes_limit, "rss_bytes", (json_int_t)status->rss_bytes,
-                   "listen", listen, "cpu", status->cpu, "metrics", metrics, "options", options);
+                   "listen", listen, "cpu", status->cpu, "metrics", metrics, "options", options, "gpus", gpus);
 }
 
 static void print_metrics(const Qkv__V1__GetStatusResponse *status) {
@@ -75,13 +84,6 @@ static void print_options(const Qkv__V1__GetStatusResponse *status) {
   qkv_table_destroy(&table);
 }
 
-static double metric_of(const Qkv__V1__GetStatusResponse *status, const char *name) {
-  for (size_t i = 0; i < status->n_metrics; i++) {
-    if (strcmp(status->metrics[i]->name, name) == 0) return status->metrics[i]->value;
-  }
-  return 0;
-}
-
 static const char *option_of(const Qkv__V1__GetStatusResponse *status, const char *name) {
   for (size_t i = 0; i < status->n_options; i++) {
     if (strcmp(status->options[i]->name, name) == 0) return status->options[i]->value;
@@ -89,19 +91,23 @@ static const char *option_of(const Qkv__V1__GetStatusResponse *status, const cha
   return "0";
 }
 
-// Where the daemon is to use one.
-static void print_gpu(const Qkv__V1__GetStatusResponse *status) {
-  char used[QKV_HUMAN_MAX];
-  const char *memory = option_of(status, "gpu-memory");
-  if (strcmp(memory, "0") == 0) return;
-  if (metric_of(status, "qkvd_gpu_down") != 0) {
-    printf("GPU         none is used, the daemon's log says why\n");
+static void print_gpu(const Qkv__V1__GpuStatus *gpu) {
+  char used[QKV_HUMAN_MAX], limit[QKV_HUMAN_MAX];
+  if (!gpu->up) {
+    printf("GPU %-8.8sis not used: %s\n", gpu->device, gpu->reason);
     return;
   }
-  const double hits = metric_of(status, "qkvd_gpu_hits_total"), misses = metric_of(status, "qkvd_gpu_misses_total");
-  printf("GPU         %s of %s, %.0f ranges resident, %.0f %% of those attended\n",
-         qkv_human_bytes((uint64_t)metric_of(status, "qkvd_gpu_bytes"), used), memory,
-         metric_of(status, "qkvd_gpu_ranges"), hits > 0 ? 100 * hits / (hits + misses) : 0);
+  printf("GPU %-8.8s%s: %s of %s, %" PRIu64 " sessions, %" PRIu64 " ranges resident, %.0f %% of those attended\n",
+         gpu->device, gpu->name, qkv_human_bytes(gpu->bytes, used), qkv_human_bytes(gpu->bytes_limit, limit),
+         gpu->sessions, gpu->ranges,
+         gpu->hits > 0 ? 100 * (double)gpu->hits / ((double)gpu->hits + (double)gpu->misses) : 0);
+}
+
+// Where the daemon is to use any.
+static void print_gpus(const Qkv__V1__GetStatusResponse *status) {
+  if (strcmp(option_of(status, "gpu-memory"), "0") == 0) return;
+  if (status->n_gpus == 0) printf("GPU         none is used, the daemon's log says why\n");
+  for (size_t i = 0; i < status->n_gpus; i++) print_gpu(status->gpus[i]);
 }
 
 static void print_status(const Qkv__V1__GetStatusResponse *status) {
@@ -121,7 +127,7 @@ static void print_status(const Qkv__V1__GetStatusResponse *status) {
          qkv_human_bytes(status->calibration_bytes, coders), qkv_human_bytes(status->learning_bytes, moments));
   printf("memory      %s resident, %s of it outside the KV\n", qkv_human_bytes(status->rss_bytes, rss),
          qkv_human_bytes(status->overhead_bytes, overhead));
-  print_gpu(status);
+  print_gpus(status);
 }
 
 int qkvctl_status(void *values_in, const qkv_option_list *arguments) {

@@ -14,6 +14,7 @@
 #ifndef QKV_ENGINE_CACHE_DEVICE_H
 #define QKV_ENGINE_CACHE_DEVICE_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -71,6 +72,12 @@ struct qkv_device {
                  const qkv_device_kernels *kernels);
   bool (*wait)(qkv_device *device, qkv_device_call *call);
   void (*end)(qkv_device *device, qkv_device_call *call);
+
+  qkv_device *next;           // another one that may have copies of the same ranges, in a circle; NULL: there is none
+  _Atomic uint32_t sessions;  // that are on it
 };
+
+// The range is forgotten by the device and the others of its circle.
+void qkv_device_forget(qkv_device *device, const struct qkv_page_range *range);
 
 #endif

@@ -301,7 +301,15 @@ void qkvi_range_unlock(qkv_page_range *range) {
 
 void qkvi_range_forget(qkv_page_range *range) {
   qkv_device *device = atomic_exchange_explicit(&range->device, NULL, memory_order_relaxed);
-  if (device != NULL) device->forget(device, range);
+  if (device != NULL) qkv_device_forget(device, range);
+}
+
+void qkv_device_forget(qkv_device *device, const qkv_page_range *range) {
+  qkv_device *each = device;
+  do {
+    each->forget(each, range);
+    each = each->next == NULL ? device : each->next;
+  } while (each != device);
 }
 
 void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int sign) {

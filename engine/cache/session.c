@@ -305,6 +305,7 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
                            .created_unix_ms = now_ms(CLOCK_REALTIME)};
   memcpy(session->name, name, strlen(name) + 1);
   if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
+  if (config->device != NULL) atomic_fetch_add_explicit(&config->device->sessions, 1, memory_order_relaxed);
   atomic_init(&session->references, 1);
   atomic_init(&session->last_used_ms, now_ms(CLOCK_MONOTONIC));
   atomic_init(&session->pinned, config->pinned);
@@ -462,6 +463,8 @@ void qkv_session_unref(qkv_session **session) {
   if (qkv_session_is_folded(left)) qkvi_session_count_folded(left, -1);
   qkvi_session_drop_kept_codings(left);
   const qkvi_session_kind *kind = left->kind;
+  qkv_device *device = kind->config.device;
+  if (device != NULL) atomic_fetch_sub_explicit(&device->sessions, 1, memory_order_relaxed);
   qkv_account *account = qkv_account_of(kind->arena);
   qkv_arena_free(kind->arena, left, session_bytes(left->name));
   qkvi_session_kind_unref(&kind);

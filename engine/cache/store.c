@@ -414,7 +414,7 @@ static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_
   QKV_TRY(qkv_policy_check(&config->policy, error));
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   config->pool = store->config.pool;
-  config->device = store->config.device;
+  config->device = store->config.choose_device != NULL ? store->config.choose_device(store->config.devices) : NULL;
   config->prefixes = store->prefixes;
   config->recency = store->recency;
   config->retier_all = store->config.retier_all;

@@ -21,9 +21,11 @@ typedef struct qkv_store_config {
   uint64_t prefixes_max;          // pages of 64 token ids that are indexed (prefix_index.h); 0: none
   qkv_account_limits_fn *limits;  // of tenants (accounts.h); NULL: none have any
   void *limits_context;
-  bool retier_all;     // tiers of all sessions follow attention (server/retier.h)
-  qkv_device *device;  // of all layers, borrowed; NULL: none
-  qkv_pool *pool;      // whose idle threads help yielding ones to encode, borrowed; NULL: none
+  bool retier_all;  // tiers of all sessions follow attention (server/retier.h)
+  // The device of a new session's layers, which outlives the store; NULL: there are none. Forks have their parent's.
+  qkv_device *(*choose_device)(void *devices);
+  void *devices;
+  qkv_pool *pool;  // whose idle threads help yielding ones to encode, borrowed; NULL: none
 } qkv_store_config;
 
 typedef struct qkv_store qkv_store;

@@ -49,13 +49,20 @@ static bool open_gpu(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
   gpu->open = device;
   gpu->usable = status == QKV_OK;
-  if (gpu->usable) gpu->openings++;
+  const qkv_gpu_info info = device != NULL ? qkv_gpu_read(device) : (qkv_gpu_info){0};
+  if (gpu->usable) {
+    gpu->openings++;
+    gpu->number = info.ordinal;
+    memcpy(gpu->name, info.name, sizeof gpu->name);
+    memcpy(gpu->uuid, info.uuid, sizeof gpu->uuid);
+  }
+  (void)snprintf(gpu->reason, sizeof gpu->reason, "%s", error.text);
   pthread_mutex_unlock(&gpu->lock);
   if (status != QKV_OK) {
-    qkv_log(QKV_LOG_WARN, "no GPU is used, it is tried again later", "{s:s}", "reason", error.text);
+    qkv_log(QKV_LOG_WARN, "a GPU is not used, it is tried again later", "{s:s, s:s}", "device", gpu->config.device,
+            "reason", error.text);
     return false;
   }
-  const qkv_gpu_info info = qkv_gpu_read(device);
   qkv_log(QKV_LOG_INFO, "a GPU is used", "{s:s, s:i, s:i, s:s, s:s, s:I, s:I}", "gpu", info.name, "major", info.major,
           "minor", info.minor, "uuid", info.uuid, "kernels",
           gpu->config.kernels != NULL ? gpu->config.kernels : "built in", "memory",
@@ -95,6 +102,8 @@ void qkvi_gpu_failed(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
   if (gpu->open != NULL && gpu->usable && !qkv_gpu_is_up(gpu->open)) {
     gpu->usable = false;
+    const qkv_gpu_info info = qkv_gpu_read(gpu->open);
+    memcpy(gpu->reason, info.reason, sizeof gpu->reason);
     qkvi_gpu_count(gpu, QKV_METRIC_GPU_FAILURES, 1);
     pthread_cond_broadcast(&gpu->changed);
   }
@@ -189,6 +198,7 @@ static qkv_status find_driver(qkvi_gpu *gpu, qkv_error *error) {
 static void init(qkvi_gpu *gpu, const qkvi_gpu_config *config) {
   pthread_condattr_t monotonic;
   gpu->config = *config;
+  gpu->number = -1;
   gpu->scratch_bytes = qkvi_gpu_scratch_bytes(config->memory_bytes);
   gpu->device = (qkv_device){.hold = qkvi_gpu_hold,
                              .release = qkvi_gpu_release,
@@ -249,11 +259,18 @@ void qkvi_gpu_destroy(qkvi_gpu **gpu) {
 qkvi_gpu_stats qkvi_gpu_read(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
   const qkv_gpu_info info = gpu->open != NULL ? qkv_gpu_read(gpu->open) : (qkv_gpu_info){0};
-  const qkvi_gpu_stats stats = {.bytes_limit = gpu->config.memory_bytes,
-                                .bytes = info.heap.bytes_used,
-                                .ranges = gpu->resident_count,
-                                .uploaded_bytes = info.uploaded_bytes,
-                                .down = !gpu->usable};
+  qkvi_gpu_stats stats = {.device = gpu->config.device,
+                          .number = gpu->number,
+                          .sessions = atomic_load_explicit(&gpu->device.sessions, memory_order_relaxed),
+                          .bytes_limit = gpu->config.memory_bytes,
+                          .bytes = info.heap.bytes_used,
+                          .ranges = gpu->resident_count,
+                          .uploaded_bytes = info.uploaded_bytes,
+                          .down = !gpu->usable};
+  for (size_t i = 0; i < QKVI_GPU_COUNTERS; i++) stats.counts[i] = qkv_metric_read(&gpu->counts[i]);
+  (void)snprintf(stats.name, sizeof stats.name, "%s", gpu->name);
+  (void)snprintf(stats.uuid, sizeof stats.uuid, "%s", gpu->uuid);
+  (void)snprintf(stats.reason, sizeof stats.reason, "%s", gpu->reason);
   pthread_mutex_unlock(&gpu->lock);
   return stats;
 }

@@ -74,10 +74,21 @@ qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, s
 qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void *data, size_t bytes,
                                qkv_error *error);
 
+// What is counted of each GPU, too: these metrics.
+#define QKVI_GPU_COUNTERS (QKV_METRIC_GPU_FETCH_HOST_TOKENS - QKV_METRIC_GPU_HITS + 1)
+
+#define QKVI_GPU_TEXT_MAX 64
+
 typedef struct qkvi_gpu_stats {
-  uint64_t bytes_limit, bytes;  // on the GPU
-  uint64_t ranges;              // resident
-  uint64_t uploaded_bytes;      // since it was opened
+  const char *device;                                     // as it was named
+  char name[QKVI_GPU_TEXT_MAX], uuid[QKVI_GPU_TEXT_MAX];  // the driver's; empty: it has not been opened yet
+  int number;                                             // the driver's, in this process; -1: not known
+  char reason[QKV_ERROR_TEXT_MAX];                        // why it is down
+  uint64_t bytes_limit, bytes;                            // on the GPU
+  uint64_t ranges;                                        // resident
+  uint64_t uploaded_bytes;                                // since it was opened
+  uint32_t sessions;                                      // whose layers are on it
+  int64_t counts[QKVI_GPU_COUNTERS];                      // by the metric's number less QKV_METRIC_GPU_HITS
   bool down;
 } qkvi_gpu_stats;
 qkvi_gpu_stats qkvi_gpu_read(qkvi_gpu *gpu);

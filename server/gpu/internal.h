@@ -55,6 +55,7 @@ struct qkvi_gpu {
   qkv_device device;  // first, so that one leads to the other
   qkvi_gpu_config config;
   qkv_cuda_driver driver;
+  qkv_metric_value counts[QKVI_GPU_COUNTERS];
   char *image;  // of kernels, from a file; NULL: the program's
   pthread_t thread;
   pthread_cond_t changed;
@@ -63,10 +64,13 @@ struct qkvi_gpu {
   qkv_gpu_device *open;  // NULL: none is
   bool usable;           // copies of it may be held
   bool stopping;
-  size_t held;                // by callers: the GPU stays open
-  uint64_t openings;          // how often it was opened
-  int64_t full_until_ms;      // no memory was found: none is looked for before
-  qkvi_gpu_lent *given_back;  // to be closed by the thread
+  char name[QKV_GPU_NAME_MAX], uuid[QKV_GPU_NAME_MAX];  // of the one that was opened last
+  int number;                                           // the driver's; -1: it has not been opened yet
+  char reason[QKV_ERROR_TEXT_MAX];                      // why it was closed, or not opened
+  size_t held;                                          // by callers: the GPU stays open
+  uint64_t openings;                                    // how often it was opened
+  int64_t full_until_ms;                                // no memory was found: none is looked for before
+  qkvi_gpu_lent *given_back;                            // to be closed by the thread
   struct qkv_device_copy *table;
   struct qkv_device_copy *resident;  // from the longest unused one on
   struct qkv_device_copy *queue;
@@ -81,8 +85,9 @@ static inline qkvi_gpu *qkvi_gpu_of(qkv_device *device) {
   return (qkvi_gpu *)device;
 }
 
-static inline void qkvi_gpu_count(const qkvi_gpu *gpu, qkv_metric_id metric, uint64_t more) {
+static inline void qkvi_gpu_count(qkvi_gpu *gpu, qkv_metric_id metric, uint64_t more) {
   qkv_metric_add(&gpu->config.metrics[metric], (int64_t)more);
+  qkv_metric_add(&gpu->counts[metric - QKV_METRIC_GPU_HITS], (int64_t)more);
 }
 
 // An operation has failed: where the GPU has, it is not used from here on, and the thread is woken.

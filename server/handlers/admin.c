@@ -21,6 +21,9 @@ typedef struct status_parts {
   Qkv__V1__OptionValue *options;
   Qkv__V1__OptionValue **option_pointers;
   char (*option_texts)[OPTION_TEXT_MAX];
+  Qkv__V1__GpuStatus *gpus;
+  Qkv__V1__GpuStatus **gpu_pointers;
+  qkvi_gpu_stats *gpu_stats;
   char **addresses;
   char cpu[256];  // the kernels' name and flags
 } status_parts;
@@ -50,6 +53,39 @@ static void put_metrics(qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetSta
   response->n_metrics = QKV_METRIC_COUNT;
   response->metrics = parts->metric_pointers;
   response->rss_bytes = (uint64_t)qkv_metric_read(&daemon->metrics[QKV_METRIC_RSS_BYTES]);
+}
+
+static uint64_t count_of(const qkvi_gpu_stats *stats, qkv_metric_id metric) {
+  return (uint64_t)stats->counts[metric - QKV_METRIC_GPU_HITS];
+}
+
+static void put_gpus(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
+  const size_t count = qkvi_gpus_count(daemon->gpus);
+  if (count == 0) return;
+  parts->gpus = allocate(count, sizeof *parts->gpus);
+  parts->gpu_pointers = allocate(count, sizeof(void *));
+  parts->gpu_stats = allocate(count, sizeof *parts->gpu_stats);
+  for (size_t i = 0; i < count; i++) {
+    qkvi_gpu_stats *stats = &parts->gpu_stats[i];
+    Qkv__V1__GpuStatus *gpu = &parts->gpus[i];
+    *stats = qkvi_gpu_read(qkvi_gpus_at(daemon->gpus, i));
+    qkv__v1__gpu_status__init(gpu);
+    gpu->device = (char *)stats->device;
+    gpu->name = stats->name;
+    gpu->uuid = stats->uuid;
+    gpu->up = !stats->down;
+    gpu->reason = stats->down ? stats->reason : (char *)"";
+    gpu->bytes = stats->bytes;
+    gpu->bytes_limit = stats->bytes_limit;
+    gpu->ranges = stats->ranges;
+    gpu->sessions = stats->sessions;
+    gpu->hits = count_of(stats, QKV_METRIC_GPU_HITS);
+    gpu->misses = count_of(stats, QKV_METRIC_GPU_MISSES);
+    gpu->failures = count_of(stats, QKV_METRIC_GPU_FAILURES);
+    parts->gpu_pointers[i] = gpu;
+  }
+  response->n_gpus = count;
+  response->gpus = parts->gpu_pointers;
 }
 
 static void put_options(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__GetStatusResponse *response) {
@@ -116,9 +152,13 @@ static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
   put_cpu(parts, &response);
   put_store(daemon, &response);
   put_metrics(daemon, parts, &response);
+  put_gpus(daemon, parts, &response);
   put_options(daemon, parts, &response);
   put_addresses(daemon, parts, &response);
   qkvi_control_reply(call, &response.base);
+  free(parts->gpus);
+  free(parts->gpu_pointers);
+  free(parts->gpu_stats);
   free(parts->options);
   free(parts->option_pointers);
   free(parts->option_texts);

@@ -94,6 +94,19 @@ static json_t *metrics(const qkv_daemon *daemon) {
   return all;
 }
 
+static json_t *gpus(const qkv_daemon *daemon) {
+  json_t *all = json_array();
+  for (size_t i = 0; i < qkvi_gpus_count(daemon->gpus); i++) {
+    const qkvi_gpu_stats stats = qkvi_gpu_read(qkvi_gpus_at(daemon->gpus, i));
+    json_array_append_new(
+        all, json_pack("{s:s, s:s, s:s, s:b, s:s, s:I, s:I, s:I, s:I}", "device", stats.device, "name", stats.name,
+                       "uuid", stats.uuid, "up", !stats.down, "reason", stats.down ? stats.reason : "", "bytes",
+                       (json_int_t)stats.bytes, "bytes_limit", (json_int_t)stats.bytes_limit, "ranges",
+                       (json_int_t)stats.ranges, "sessions", (json_int_t)stats.sessions));
+  }
+  return all;
+}
+
 void qkvi_api_status(qkv_daemon *daemon, qkvi_usage_cache *usage, const qkvi_http_query *query,
                      qkvi_http_answer *answer) {
   (void)usage;
@@ -103,11 +116,11 @@ void qkvi_api_status(qkv_daemon *daemon, qkvi_usage_cache *usage, const qkvi_htt
   json_t *listen = json_array();
   for (size_t i = 0; i < daemon->options->listen.count; i++)
     json_array_append_new(listen, json_string(qkv_rpc_server_address(daemon->rpc, i)));
-  json_t *value = json_pack("{s:s, s:s, s:b, s:I, s:s, s:o, s:o, s:o, s:o, s:o}", "version", QKV_VERSION, "state",
-                            draining ? "draining" : "serving", "ready", qkvi_http_is_ready(daemon, NULL), "uptime_ms",
-                            (json_int_t)qkv_daemon_uptime_ms(daemon), "kernels", qkv_kernels_get()->name, "listen",
-                            listen, "bounds_seconds", bounds(), "calls", calls(&daemon->observed), "stages", stages(),
-                            "metrics", metrics(daemon));
+  json_t *value = json_pack("{s:s, s:s, s:b, s:I, s:s, s:o, s:o, s:o, s:o, s:o, s:o}", "version", QKV_VERSION,
+                            "state", draining ? "draining" : "serving", "ready", qkvi_http_is_ready(daemon, NULL),
+                            "uptime_ms", (json_int_t)qkv_daemon_uptime_ms(daemon), "kernels", qkv_kernels_get()->name,
+                            "listen", listen, "bounds_seconds", bounds(), "calls", calls(&daemon->observed), "stages",
+                            stages(), "metrics", metrics(daemon), "gpus", gpus(daemon));
   reply_ok(value, answer);
 }
 

@@ -77,7 +77,7 @@ bool qkvi_http_is_ready(const qkv_daemon *daemon, const char **reason) {
   if (reason != NULL)
     *reason = draining      ? "draining\n"
               : degraded    ? "ready, but the SSD refuses what is written: the log says why\n"
-              : without_gpu ? "ready, but no GPU is used: the log says why\n"
+              : without_gpu ? "ready, but a GPU is not used: the log says why\n"
                             : "ready\n";
   return !draining;
 }

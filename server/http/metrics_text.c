@@ -78,6 +78,51 @@ static void put_methods(FILE *out, const qkvi_observed *observed) {
   }
 }
 
+// ---- GPUs ----
+
+enum { GPU_UP, GPU_BYTES, GPU_LIMIT, GPU_RANGES, GPU_SESSIONS, GPU_GAUGES };
+static const struct gpu_metric {
+  const char *name, *help;
+} gpu_gauges[GPU_GAUGES] = {
+    [GPU_UP] = {"qkvd_gpu_device_up", "1 while the GPU is used."},
+    [GPU_BYTES] = {"qkvd_gpu_device_bytes", "Its memory that is in use."},
+    [GPU_LIMIT] = {"qkvd_gpu_device_limit_bytes", "gpu-memory."},
+    [GPU_RANGES] = {"qkvd_gpu_device_ranges", "Ranges of up to 64 pages of which it has copies."},
+    [GPU_SESSIONS] = {"qkvd_gpu_device_sessions", "Sessions whose layers are on it."},
+};
+
+static uint64_t gpu_gauge(const qkvi_gpu_stats *stats, size_t gauge) {
+  const uint64_t values[GPU_GAUGES] = {[GPU_UP] = !stats->down,
+                                       [GPU_BYTES] = stats->bytes,
+                                       [GPU_LIMIT] = stats->bytes_limit,
+                                       [GPU_RANGES] = stats->ranges,
+                                       [GPU_SESSIONS] = stats->sessions};
+  return values[gauge];
+}
+
+// qkvd_gpu_X_total of all GPUs is qkvd_gpu_device_X_total of each.
+static void put_gpu_counter(FILE *out, const qkvi_gpu_stats *stats, size_t count, size_t counter) {
+  const qkv_metric *metric = &qkv_metric_table[QKV_METRIC_GPU_HITS + counter];
+  char name[64];
+  (void)snprintf(name, sizeof name, "qkvd_gpu_device_%s", metric->name + strlen("qkvd_gpu_"));
+  put_head(out, name, "counter", metric->help);
+  for (size_t i = 0; i < count; i++)
+    fprintf(out, "%s{gpu=\"%s\"} %" PRId64 "\n", name, stats[i].device, stats[i].counts[counter]);
+}
+
+static void put_gpus(FILE *out, const qkvi_gpus *gpus) {
+  qkvi_gpu_stats stats[QKVI_GPUS_MAX];
+  const size_t count = qkvi_gpus_count(gpus);
+  for (size_t i = 0; i < count; i++) stats[i] = qkvi_gpu_read(qkvi_gpus_at(gpus, i));
+  for (size_t g = 0; count > 0 && g < GPU_GAUGES; g++) {
+    put_head(out, gpu_gauges[g].name, "gauge", gpu_gauges[g].help);
+    for (size_t i = 0; i < count; i++)
+      fprintf(out, "%s{gpu=\"%s\"} %" PRIu64 "\n", gpu_gauges[g].name, stats[i].device, gpu_gauge(&stats[i], g));
+  }
+  for (size_t counter = 0; count > 0 && counter < QKVI_GPU_COUNTERS; counter++)
+    put_gpu_counter(out, stats, count, counter);
+}
+
 // ---- Tenants and models ----
 
 // The i-th row, and "other" behind the last one.
@@ -176,6 +221,7 @@ void qkvi_http_metrics(qkv_daemon *daemon, qkvi_usage_cache *cache, qkvi_http_an
   put_head(out, "qkvd_ready", "gauge", "1 while /health/ready says so.");
   fprintf(out, "qkvd_ready %d\n", qkvi_http_is_ready(daemon, NULL));
   put_stages(out);
+  put_gpus(out, daemon->gpus);
   put_methods(out, &daemon->observed);
   qkvi_usage_read(cache, daemon->store, &usage);
   put_usage(out, &daemon->observed.tenants, "tenant", usage.tenants, usage.tenant_count);

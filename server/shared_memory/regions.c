@@ -30,7 +30,7 @@ struct qkvi_regions {
   qkvi_region *first;    // in the order of their registration
   size_t count, count_max;
   _Atomic size_t on_gpu;  // of these
-  qkvi_gpu *gpu;
+  const qkvi_gpus *gpus;
   qkvi_buffers *buffers;
   qkv_metric_value *counters[QKVI_REGION_COUNTERS];
 };
@@ -47,7 +47,7 @@ bool qkvi_region_is_on_gpu(const qkvi_region *region) {
   return region->kind == QKVI_REGION_CUDA;
 }
 
-qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, qkvi_gpu *gpu,
+qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, const qkvi_gpus *gpus,
                                   qkv_metric_value *const counters[QKVI_REGION_COUNTERS]) {
   qkvi_regions *regions = calloc(1, sizeof *regions);
   if (regions == NULL) abort();
@@ -55,7 +55,7 @@ qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, qkvi_gpu *g
   assert(failed == 0);
   (void)failed;
   regions->count_max = count_max;
-  regions->gpu = gpu;
+  regions->gpus = gpus;
   regions->buffers = qkvi_buffers_create(kept_max);
   memcpy((void *)regions->counters, (const void *)counters, sizeof regions->counters);
   qkvi_copy_setup();
@@ -117,13 +117,13 @@ static qkv_status open_cuda(const qkvi_regions *regions, qkvi_region *region, co
                               .descriptor_bytes = spec->descriptor_bytes,
                               .offset = spec->offset,
                               .bytes = spec->bytes};
-  if (regions->gpu == NULL)
+  if (qkvi_gpus_count(regions->gpus) == 0)
     return qkv_fail(error, QKV_FAILED_PRECONDITION,
                     "region.device_id is %" PRId64 ", this daemon uses no GPU (--gpu-memory)", spec->device_id);
   region->device_id = spec->device_id;
   region->by_handle = spec->handle != NULL;
   if (region->by_handle) memcpy(region->handle, spec->handle, sizeof region->handle);
-  return qkvi_gpu_lend(regions->gpu, &loan, &region->lent, error);
+  return qkvi_gpu_lend(qkvi_gpus_numbered(regions->gpus, spec->device_id), &loan, &region->lent, error);
 }
 
 static qkv_status open_region(const qkvi_regions *regions, qkvi_region *region, const qkvi_region_spec *spec,

@@ -21,7 +21,7 @@
 #include "engine/base/name.h"
 #include "engine/base/status.h"
 #include "proto/wire.h"
-#include "server/gpu/gpu.h"
+#include "server/gpu/gpus.h"
 #include "server/shared_memory/buffers.h"
 
 typedef struct qkvi_regions qkvi_regions;
@@ -59,9 +59,9 @@ typedef enum qkvi_region_counter {
   QKVI_REGION_COUNTERS
 } qkvi_region_counter;
 
-// `count_max`: regions at once; `kept_max`: bytes of copies that are kept for the next. `gpu` (NULL: none is used)
+// `count_max`: regions at once; `kept_max`: bytes of copies that are kept for the next. `gpus` (NULL: none is used)
 // outlives the regions. `counters` are borrowed, in the order above.
-qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, qkvi_gpu *gpu,
+qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, const qkvi_gpus *gpus,
                                   qkv_metric_value *const counters[QKVI_REGION_COUNTERS]);
 void qkvi_regions_destroy(qkvi_regions **regions);  // NULL inside is none; no request uses one any more
 

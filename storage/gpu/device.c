@@ -133,7 +133,8 @@ qkv_status qkv_gpu_resolve(const qkv_cuda_driver *driver, const char *wanted, in
   int count = 0, device;
   const int result = driver->DeviceGetCount(&count);
   if (result != QKV_CUDA_SUCCESS)
-    return qkv_fail(error, QKV_UNAVAILABLE, "cuDeviceGetCount: %s (%d)", qkv_cuda_result_name(driver, result), result);
+    return qkv_fail(error, QKV_UNAVAILABLE, "cuDeviceGetCount: %s (%d)", qkv_cuda_result_name(driver, result),
+                    result);
   for (int i = 0; i < count; i++) {
     qkv_cuda_uuid uuid;
     char text[QKV_GPU_NAME_MAX] = "";

@@ -295,7 +295,7 @@ def test_faults(kernels, fault):
     with with_gpu(kernels, FAKE_CUDA_FAIL=fault) as daemon, Daemon(*ALIKE) as other:
         cycle((daemon, other))
         wait_for(lambda: gpu(daemon, "down") == 1, "the fault does not show")
-        assert messages(daemon, "no GPU is used") + messages(daemon, "no GPU is used, it is tried again later") + \
+        assert messages(daemon, "no GPU is used") + messages(daemon, "a GPU is not used, it is tried again later") + \
             messages(daemon, "a GPU is not used any more"), daemon.log_text()
         assert daemon.metric("qkvd_calls_failed_total") == daemon.metric("qkvd_calls_unavailable_total") == 0
 
@@ -318,14 +318,60 @@ def test_it_is_tried_again(kernels):
         wait_for(fails, "it does not fail")
         assert gpu(daemon, "failures_total") == 1
         wait_for(lambda: gpu(daemon, "ranges") == 0, "its ranges stay")
-        assert "none is used" in qkvctl_status(daemon)
-        wait_for(lambda: ready() == "ready, but no GPU is used: the log says why\n", "readiness does not mention it")
+        assert "GPU 0       is not used: cuLaunchKernel: FAKE_ERROR (719)" in qkvctl_status(daemon)
+        wait_for(lambda: ready() == "ready, but a GPU is not used: the log says why\n", "readiness does not mention it")
         wait_for(lambda: gpu(daemon, "down") == 0, "it is not tried again")
         assert len(messages(daemon, "a GPU is used")) == 2
         until_resident(daemon, session)
         calls = gpu(daemon, "calls_total")
         session.attend()
         assert gpu(daemon, "calls_total") > calls and ready() == "ready\n"
+
+
+# ---- Several ----
+
+def labelled(daemon, address):
+    """Metrics of each GPU: by name, then by GPU."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT) as answer:
+        lines = answer.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("qkvd_gpu_device_"):
+            name, value = line.split()
+            name, label = name.rstrip("}").split("{")
+            found.setdefault(name.removeprefix("qkvd_gpu_device_"), {})[label.split('"')[1]] = float(value)
+    return found
+
+
+def test_several(kernels):
+    """Sessions are spread over two GPUs; one that fails leaves the other at work, and comes back."""
+    with with_gpu(kernels, "--admin-listen", "127.0.0.1:0", "--gpu-devices", "all",
+                  FAKE_CUDA_FAIL="cuLaunchKernel:6:719:1") as daemon, Daemon(*ALIKE) as other:
+        address = messages(daemon, "serving HTTP")[0]["address"]
+        daemons = (daemon, other)
+        sessions = [inner_range(daemons, f"of-{i}")[0] for i in range(4)]
+        assert labelled(daemon, address)["sessions"] == {"0": 4, "1": 4}  # a fork is where its parent is
+
+        def until(true, text):
+            def step():
+                for session in sessions:
+                    session.attend()
+                return true(labelled(daemon, address))
+            wait_for(step, text)
+
+        until(lambda m: m["calls_total"]["0"] > 0, "GPU 0 attends nothing")
+        until(lambda m: m["failures_total"]["1"] == 1, "GPU 1 does not fail")
+        before = labelled(daemon, address)
+        assert before["failures_total"]["0"] == 0 and before["up"]["0"] == 1
+        until(lambda m: m["calls_total"]["0"] > before["calls_total"]["0"], "GPU 0 stopped as well")
+        shown = qkvctl_status(daemon)
+        assert "GPU 0       fake 0: " in shown, shown
+        assert "GPU 1       fake 1: " in shown or "GPU 1       is not used" in shown, shown
+        until(lambda m: m["up"]["1"] == 1 and m["calls_total"]["1"] > before["calls_total"]["1"], "GPU 1 stays away")
+        with urllib.request.urlopen(f"http://{address}/api/status", timeout=TIMEOUT) as answer:
+            gpus = json.load(answer)["gpus"]
+        assert [(g["device"], g["name"], g["up"], g["sessions"]) for g in gpus] == \
+            [("0", "fake 0", True, 4), ("1", "fake 1", True, 4)]
 
 
 # ---- None ----
@@ -341,6 +387,8 @@ def test_no_driver(kernels):
 
 @pytest.mark.parametrize("arguments, text", [
     (("--gpu-memory", "1MiB"), "--gpu-memory is 1048576 bytes, allowed are 0 and 16777216 bytes or more"),
+    (("--gpu-memory", "64MiB", "--gpu-devices", "0", "--gpu-devices", "all"),
+     "--gpu-devices has `all` and other names"),
     (("--gpu-memory", "64MiB", "--gpu-kernels", "/nowhere/k"), "--gpu-kernels: /nowhere/k: No such file"),
 ])
 def test_refused_options(arguments, text):

@@ -150,7 +150,14 @@ static void do_end(qkv_device *device, qkv_device_call *call) {
 
 static emulated *create_device(uint64_t seed) {
   emulated *made = calloc(1, sizeof *made);
-  *made = (emulated){.device = {do_hold, do_release, do_has, do_forget, do_begin, do_submit, do_wait, do_end},
+  *made = (emulated){.device = {.hold = do_hold,
+                                .release = do_release,
+                                .has = do_has,
+                                .forget = do_forget,
+                                .begin = do_begin,
+                                .submit = do_submit,
+                                .wait = do_wait,
+                                .end = do_end},
                      .seed = seed};
   pthread_mutex_init(&made->lock, NULL);
   qkv_simt_tables_fill(&made->tables);

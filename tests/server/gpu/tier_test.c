@@ -12,7 +12,7 @@
 #include "engine/cache/session_retier.h"
 #include "engine/cache/session_spill.h"
 #include "engine/kernel/kernel.h"
-#include "server/gpu/gpu.h"
+#include "server/gpu/gpus.h"
 #include "server/residency/internal.h"
 #include "server/residency/restore.h"
 #include "storage/gpu/driver.h"
@@ -26,17 +26,19 @@ enum { OPERATIONS = 10000, ROUNDS = 100 };
 #endif
 enum {
   FAULTS = 30,
-  SESSIONS = 24,
+  SESSIONS = 48,
   TOKENS = 4096,
   DIM = 64,
   Q_HEADS = 2,
   PIECE = 400,
   READERS = 2,
+  GPUS = 2,
   NAME_BYTES = 32,
   CALIBRATED_PART = 4
 };
 
 static fake_cuda_fail_function *fake_fail;
+static fake_cuda_fail_on_function *fake_fail_on;
 static fake_cuda_read_function *fake_read;
 static uint64_t operations = OPERATIONS, first_seed = 1;
 
@@ -49,7 +51,7 @@ typedef struct world {
   qkv_server_options values;
   qkv_options *options;
   qkv_metric_value metrics[QKV_METRIC_COUNT];
-  qkvi_gpu *gpu;
+  qkvi_gpus *gpus;  // two
   qkv_store *store;
   qkvi_residency *residency;
   qkv_session *sessions[SESSIONS];  // NULL: closed
@@ -63,17 +65,26 @@ static int64_t count_of(const world *w, qkv_metric_id metric) {
 
 // ---- Life ----
 
-static void start_gpu(world *w, uint64_t memory_bytes, int64_t sticky_ms) {
+static void start_gpus(world *w, uint64_t memory_bytes, int64_t sticky_ms) {
   qkv_error error = {0};
   const qkvi_gpu_config config = {.memory_bytes = memory_bytes,
-                                  .device = "0",
                                   .kernels = w->kernels,
                                   .admit_attends = 1,
                                   .sticky_ms = sticky_ms,
                                   .retry_ms = 2,
                                   .metrics = w->metrics};
-  if (qkvi_gpu_create(&config, &w->gpu, &error) != QKV_OK) fail_msg("%s", error.text);
-  assert_non_null(w->gpu);
+  const char *names[] = {"0", "GPU-b0b1b2b3-b4b5-b6b7-b8b9-babbbcbdbebf"};
+  if (qkvi_gpus_create(&config, &(qkv_option_list){names, GPUS}, &w->gpus, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  assert_int_equal(qkvi_gpus_count(w->gpus), GPUS);
+}
+
+static qkvi_gpu_stats read_gpu(const world *w, size_t i) {
+  return qkvi_gpu_read(qkvi_gpus_at(w->gpus, i));
+}
+
+static uint64_t ranges_of(const world *w) {
+  return read_gpu(w, 0).ranges + read_gpu(w, 1).ranges;
 }
 
 // Coordinates of very different sizes, so that a calibration gives them 0 to 8 bits.
@@ -125,12 +136,13 @@ static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t stic
     spread_rows(&w->rows);
     w->calibration = calibration_of(w);
   }
-  start_gpu(w, memory_bytes, sticky_ms);
+  start_gpus(w, memory_bytes, sticky_ms);
   w->store = qkv_store_create(&(qkv_store_config){.memory_budget = (uint64_t)w->values.memory_budget,
                                                   .models_max = 1,
                                                   .sessions_max = 2 * SESSIONS,
                                                   .policy = qkv_server_options_policy(&w->values),
-                                                  .device = qkvi_gpu_device(w->gpu)});
+                                                  .choose_device = qkvi_gpus_choose,
+                                                  .devices = w->gpus});
   if (qkvi_residency_create(&w->values, w->store, NULL, w->metrics, &w->residency, &error) != QKV_OK)
     fail_msg("%s", error.text);
   if (qkv_store_register_model(w->store, &w->model, &registered, &error) != QKV_OK) fail_msg("%s", error.text);
@@ -154,8 +166,8 @@ static void teardown(world *w) {
   qkvi_residency_finish(w->residency, 60000);
   qkvi_residency_destroy(&w->residency);
   qkv_store_destroy(&w->store);
-  assert_int_equal(qkvi_gpu_read(w->gpu).ranges, 0);
-  qkvi_gpu_destroy(&w->gpu);
+  assert_int_equal(ranges_of(w), 0);
+  qkvi_gpus_destroy(&w->gpus);
   fake_fail("", 1, 0);
   const fake_cuda_state left = fake_read();
   assert_int_equal(left.memory_blocks + left.host_blocks + left.streams + left.events + left.modules, 0);
@@ -349,17 +361,17 @@ static void random_operations(void **unused) {
 // Pages of a calibrated code, and some that are not.
 static void random_operations_calibrated(void **unused) {
   (void)unused;
-  operate(true, operations / CALIBRATED_PART, 3 << 20);
+  operate(true, operations / CALIBRATED_PART, 2 << 20);
 }
 
 // ---- One change at a time ----
 
 static void wait_for_ranges(const world *w, qkv_session *session, uint64_t *seed, uint64_t ranges) {
-  for (int i = 0; i < 10000 && qkvi_gpu_read(w->gpu).ranges < ranges; i++) {
+  for (int i = 0; i < 10000 && ranges_of(w) < ranges; i++) {
     attend(w, session, seed);
     usleep(1000);
   }
-  assert_int_equal(qkvi_gpu_read(w->gpu).ranges, ranges);
+  assert_int_equal(ranges_of(w), ranges);
 }
 
 // A range that nothing is appended to, of three pages: the fork's, too, until that is closed.
@@ -392,17 +404,17 @@ static void check_residency(bool calibrated) {
   append(&w, session, 130);
   for (int i = 0; i < 3; i++) attend(&w, session, &seed);
   close_session(&w, &session);
-  assert_int_equal(qkvi_gpu_read(w.gpu).ranges, 0);
+  assert_int_equal(ranges_of(&w), 0);
   session = inner_range(&w, &fork);
   close_session(&w, &fork);
   wait_for_ranges(&w, session, &seed, 1);
   // Pages change, and leave, once they are durable.
-  for (int i = 0; i < 10000 && qkvi_gpu_read(w.gpu).ranges > 0; i++, usleep(1000)) demote(session, &seed);
-  assert_int_equal(qkvi_gpu_read(w.gpu).ranges, 0);
+  for (int i = 0; i < 10000 && ranges_of(&w) > 0; i++, usleep(1000)) demote(session, &seed);
+  assert_int_equal(ranges_of(&w), 0);
   wait_for_ranges(&w, session, &seed, 1);
-  for (int i = 0; i < 10000 && qkvi_gpu_read(w.gpu).ranges > 0; i++, usleep(1000))
+  for (int i = 0; i < 10000 && ranges_of(&w) > 0; i++, usleep(1000))
     (void)qkv_session_evict(session, UINT64_MAX, true);
-  assert_int_equal(qkvi_gpu_read(w.gpu).ranges, 0);
+  assert_int_equal(ranges_of(&w), 0);
   wait_for_ranges(&w, session, &seed, 1);
   close_session(&w, &session);
   teardown(&w);
@@ -412,6 +424,91 @@ static void a_range_is_resident_while_it_is_the_same(void **unused) {
   (void)unused;
   check_residency(false);
   check_residency(true);
+}
+
+// ---- Several GPUs ----
+
+static int64_t calls_of(const world *w, size_t gpu) {
+  return read_gpu(w, gpu).counts[QKV_METRIC_GPU_CALLS - QKV_METRIC_GPU_HITS];
+}
+
+// Attends the sessions until kernels of the GPU have run for them, or it has failed.
+static void attend_on(world *w, qkv_session *const *sessions, size_t count, uint64_t *seed, size_t gpu) {
+  const int64_t before = calls_of(w, gpu);
+  for (int i = 0; i < 5000 && calls_of(w, gpu) == before && !read_gpu(w, gpu).down; i++, usleep(1000)) {
+    for (size_t s = 0; s < count; s++) attend(w, sessions[s], seed);
+  }
+}
+
+static void a_gpu_that_fails_leaves_the_other(void **unused) {
+  (void)unused;
+  world w;
+  qkv_session *sessions[4], *forks[4];
+  setup(&w, false, 16 << 20, 0, first_seed + 3);
+  uint64_t seed = w.seed;
+  for (size_t i = 0; i < 4; i++) sessions[i] = inner_range(&w, &forks[i]);
+  assert_int_equal(read_gpu(&w, 0).sessions, 4);  // two, and forks where their parents are
+  assert_int_equal(read_gpu(&w, 1).sessions, 4);
+  for (size_t g = 0; g < GPUS; g++) {
+    attend_on(&w, sessions, 4, &seed, g);
+    assert_true(calls_of(&w, g) > 0);
+  }
+  // The one is made to fail again as soon as it is back.
+  for (int i = 0; i < 3; i++) {
+    fake_fail_on(0, "cuEventRecord", 1, 719);
+    attend_on(&w, sessions, 4, &seed, 0);
+    const int64_t before = calls_of(&w, 1);
+    attend_on(&w, sessions, 4, &seed, 1);
+    assert_true(calls_of(&w, 1) > before);
+    for (int n = 0; n < 5000 && read_gpu(&w, 0).down; n++) usleep(1000);
+  }
+  const qkvi_gpu_stats failed = read_gpu(&w, 0), other = read_gpu(&w, 1);
+  assert_int_equal(failed.counts[QKV_METRIC_GPU_FAILURES - QKV_METRIC_GPU_HITS], 3);
+  assert_int_equal(other.counts[QKV_METRIC_GPU_FAILURES - QKV_METRIC_GPU_HITS], 0);
+  assert_string_equal(other.name, "fake 1");
+  const int64_t before = calls_of(&w, 0);
+  attend_on(&w, sessions, 4, &seed, 0);
+  assert_true(calls_of(&w, 0) > before);
+  for (size_t i = 0; i < 4; i++) {
+    close_session(&w, &forks[i]);
+    close_session(&w, &sessions[i]);
+  }
+  assert_int_equal(read_gpu(&w, 0).sessions + read_gpu(&w, 1).sessions, 0);
+  teardown(&w);
+}
+
+static void names_are_checked(void **unused) {
+  (void)unused;
+  static const struct {
+    const char *names[2];
+    size_t count;
+    const char *error;
+  } cases[] = {
+      {{"0", "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf"},
+       2,
+       "--gpu-devices: 0 and GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf are the same GPU"},
+      {{"7", "7"}, 2, "--gpu-devices: 7 and 7 are the same GPU"},
+      {{"1", "all"}, 2, "--gpu-devices has `all` and other names"},
+      {{""}, 1, "--gpu-devices: a name has 0 bytes, allowed are 1 to 63"},
+      {{NULL}, 0, "--gpu-devices has 0 names, allowed are 1 to 64"},
+  };
+  world w;
+  setup(&w, false, 16 << 20, 0, first_seed);
+  const qkvi_gpu_config config = {.memory_bytes = 16 << 20, .kernels = w.kernels, .metrics = w.metrics};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    qkv_error error = {0};
+    qkvi_gpus *gpus = NULL;
+    const qkv_option_list names = {(const char **)(uintptr_t)cases[i].names, cases[i].count};
+    assert_int_equal(qkvi_gpus_create(&config, &names, &gpus, &error), QKV_INVALID_ARGUMENT);
+    assert_null(gpus);
+    assert_string_equal(error.text, cases[i].error);
+  }
+  const char *all[] = {"all"};
+  qkvi_gpus *gpus = NULL;
+  assert_int_equal(qkvi_gpus_create(&config, &(qkv_option_list){all, 1}, &gpus, NULL), QKV_OK);
+  assert_int_equal(qkvi_gpus_count(gpus), 2);
+  qkvi_gpus_destroy(&gpus);
+  teardown(&w);
 }
 
 // ---- Threads ----
@@ -477,8 +574,9 @@ static int load(void **unused) {
   void *library = dlopen(FAKE_CUDA, RTLD_NOW);
   if (library == NULL) return -1;
   *(void **)&fake_fail = dlsym(library, "fake_cuda_fail");
+  *(void **)&fake_fail_on = dlsym(library, "fake_cuda_fail_on");
   *(void **)&fake_read = dlsym(library, "fake_cuda_read");
-  return fake_fail != NULL && fake_read != NULL ? 0 : -1;
+  return fake_fail != NULL && fake_fail_on != NULL && fake_read != NULL ? 0 : -1;
 }
 
 int main(int argc, char **argv) {
@@ -486,8 +584,11 @@ int main(int argc, char **argv) {
   if (argc > 2) first_seed = strtoull(argv[2], NULL, 10);
   qkv_log_setup(stderr, QKV_LOG_ERROR);
   qkv_kernels_setup(UINT32_MAX);
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(a_range_is_resident_while_it_is_the_same), cmocka_unit_test(random_operations),
-      cmocka_unit_test(random_operations_calibrated), cmocka_unit_test(changes_meanwhile)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(a_range_is_resident_while_it_is_the_same),
+                                     cmocka_unit_test(a_gpu_that_fails_leaves_the_other),
+                                     cmocka_unit_test(names_are_checked),
+                                     cmocka_unit_test(random_operations),
+                                     cmocka_unit_test(random_operations_calibrated),
+                                     cmocka_unit_test(changes_meanwhile)};
   return cmocka_run_group_tests(tests, load, NULL);
 }

@@ -102,8 +102,8 @@ static struct {
 
 static int device_count(void) {
   const char *text = getenv("FAKE_CUDA_DEVICES");
-  const int count = text == NULL ? 2 : atoi(text);
-  return count < 0 || count > DEVICES_MAX ? DEVICES_MAX : count;
+  const long count = text == NULL ? 2 : strtol(text, NULL, 10);
+  return count < 0 || count > DEVICES_MAX ? DEVICES_MAX : (int)count;
 }
 
 static int device_of(qkv_cuda_context context) {

@@ -5,8 +5,7 @@
 //   - work in a stream runs when it is waited for, not before, so memory that is freed too early is found;
 //   - device memory can be touched only while a stream runs, and not at all once it is freed: an error is a signal;
 //   - a function that needs the context current in its thread says so (201) where it is not;
-//   - errors other than out of memory (2) and wrong values (1) stay until the device's context is reset, as those of a
-//     GPU do;
+//   - errors other than out of memory (2) and wrong values (1) stay until the device's context is reset;
 //   - a stream touches memory of its own device alone.
 //
 // It has two devices, or as many as FAKE_CUDA_DEVICES says, up to four, each with a context, memory and errors of its
