@@ -383,7 +383,7 @@ void qkv_daemon_reload(qkv_daemon *daemon, bool always) {
   }
 }
 
-static void start_shared_memory(qkv_daemon *daemon) {
+static qkv_status start_shared_memory(qkv_daemon *daemon, qkv_error *error) {
   qkv_metric_value *const counters[QKVI_REGION_COUNTERS] = {
       [QKVI_REGION_COUNT] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_REGIONS],
       [QKVI_REGION_BYTES] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_BYTES],
@@ -395,6 +395,12 @@ static void start_shared_memory(qkv_daemon *daemon) {
   const qkv_server_options *options = daemon->options;
   daemon->regions = qkvi_regions_create((size_t)options->limit_client_shm, 2 * (size_t)options->limit_message,
                                         daemon->gpus, counters);
+  const qkvi_passed_config passed = {.address = options->shm_listen,
+                                     .mode = qkv_server_options_listen_mode(options),
+                                     .waiting = &daemon->metrics[QKV_METRIC_CLIENT_SHM_DESCRIPTORS],
+                                     .accepted = &daemon->metrics[QKV_METRIC_CLIENT_SHM_PASSED],
+                                     .refused = &daemon->metrics[QKV_METRIC_CLIENT_SHM_PASSED_REFUSED]};
+  return options->shm_listen != NULL ? qkvi_passed_create(&passed, &daemon->passed, error) : QKV_OK;
 }
 
 static qkv_status start_gpus(qkv_daemon *daemon, qkv_error *error) {
@@ -449,7 +455,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
   atomic_store(&daemon->quotas_bind, true);
   qkv_accounts_refresh(qkv_store_accounts(daemon->store));
   daemon->retierer = qkvi_retierer_create(daemon->store, daemon->residency, options);
-  if (options->allow_client_shm) start_shared_memory(daemon);
+  if (options->allow_client_shm) QKV_TRY(start_shared_memory(daemon, error));
   return start_rpc(daemon, error);
 }
 
@@ -604,6 +610,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_watch_hub_stop(old->watch);
   qkvi_residency_destroy(&old->residency);
   qkvi_objects_destroy(&old->objects);
+  qkvi_passed_destroy(&old->passed);
   qkvi_regions_destroy(&old->regions);
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_gpus_destroy(&old->gpus);

@@ -30,6 +30,7 @@
 #include "server/retier.h"
 #include "server/rpc/rpc.h"
 #include "server/rpc/tls.h"
+#include "server/shared_memory/passed.h"
 #include "server/shared_memory/regions.h"
 #include "server/tenants/quotas.h"
 #include "server/watch/watch.h"
@@ -45,6 +46,7 @@ typedef struct qkv_daemon {
   qkv_executor *executor;           // jobs of calls, and background jobs
   qkvi_objects *objects;
   qkvi_regions *regions;      // of clients' shared memory; NULL without allow-client-shm
+  qkvi_passed *passed;        // descriptors for these; NULL without shm-listen
   qkvi_residency *residency;  // NULL without a data-dir
   qkvi_retierer *retierer;
   qkvi_watch_hub *watch;

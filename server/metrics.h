@@ -55,6 +55,11 @@
     "Bytes of rows and results copied into them.")                                                                  \
   X(CLIENT_SHM_LOST, "qkvd_client_shm_lost_total", QKV_COUNTER,                                                     \
     "Copies that failed because a client had made its object shorter, /dev/shm was full, or the GPU had failed.")   \
+  X(CLIENT_SHM_DESCRIPTORS, "qkvd_client_shm_descriptors", QKV_GAUGE,                                               \
+    "Descriptors that clients have passed by shm-listen and that no call has used yet.")                            \
+  X(CLIENT_SHM_PASSED, "qkvd_client_shm_passed_total", QKV_COUNTER, "Messages with descriptors that were taken.")   \
+  X(CLIENT_SHM_PASSED_REFUSED, "qkvd_client_shm_passed_refused_total", QKV_COUNTER,                                 \
+    "Messages and connections of shm-listen that were refused.")                                                    \
   X(REFUSED_BUDGET, "qkvd_refused_budget_total", QKV_COUNTER, "Appends refused because memory-budget is full.")     \
   X(REFUSED_QUEUE, "qkvd_refused_queue_total", QKV_COUNTER, "Requests refused because limit-queue is reached.")     \
   X(CALIBRATIONS, "qkvd_calibrations_total", QKV_COUNTER, "Calibrations learnt from traffic.")                      \

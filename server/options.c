@@ -176,6 +176,9 @@ const qkv_option qkv_server_option_table[] = {
     {"allow-client-shm", QKV_OPTION_FLAG, AT(allow_client_shm), NULL, 0, 0, NULL,
      "Let clients on a unix socket register POSIX shared memory that their user owns, and memory on the GPU that the "
      "daemon uses. Rows are then copied from and to it, and do not cross the socket."},
+    {"shm-listen", QKV_OPTION_STRING, AT(shm_listen), NULL, 0, 0, "unix:PATH",
+     "Where clients pass descriptors of memory that has no name: memfds, and memory on the GPU that was exported. "
+     "Needs --allow-client-shm."},
     {"separate-appends", QKV_OPTION_FLAG, AT(separate_appends), NULL, 0, 0, NULL,
      "Code the rows of every append. Without it an append whose token ids another session of the same tenant, "
      "model and salt holds gets that session's pages, and its rows are not compared with them."},
@@ -399,6 +402,10 @@ static qkv_status check_access(const qkv_server_options *values, qkv_error *erro
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-client-ca needs --tls-cert and --tls-key");
   if (values->admin_auth && (values->auth_file == NULL || values->admin_listen == NULL))
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--admin-auth needs --admin-listen and --auth-file");
+  if (values->shm_listen != NULL && !values->allow_client_shm)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--shm-listen needs --allow-client-shm");
+  if (values->shm_listen != NULL && strncmp(values->shm_listen, "unix:", 5) != 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--shm-listen is %.64s, must be unix:PATH", values->shm_listen);
   const int jwt = (values->jwks != NULL) + (values->jwt_issuer != NULL) + (values->jwt_audience != NULL);
   if (jwt != 0 && (jwt != 3 || values->auth_file == NULL))
     return qkv_fail(error, QKV_INVALID_ARGUMENT,

@@ -93,6 +93,7 @@ typedef struct qkv_server_options {
   bool keep_full;          // pages that go to lower tiers stay in full as well
   bool separate_appends;   // pages of tokens that other sessions hold are coded again
   bool allow_client_shm;   // clients of unix sockets may register regions of shared memory
+  const char *shm_listen;  // where descriptors of such memory are passed, or NULL
   bool discard;            // appended rows are checked, acknowledged and dropped
   bool admin_auth;         // requests there need a token
   bool admin_anonymous;    // that address may be reachable by other machines

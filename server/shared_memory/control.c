@@ -13,6 +13,8 @@
 #include "server/handlers/jobs.h"
 #include "storage/gpu/driver.h"
 
+#define DESCRIPTOR_BYTES_MAX (UINT64_C(1) << 48)
+
 static qkv_status allowed(const qkv_daemon *daemon, qkv_error *error) {
   if (daemon->regions != NULL) return QKV_OK;
   return qkv_fail(error, QKV_UNIMPLEMENTED, "this daemon runs without --allow-client-shm");
@@ -38,19 +40,52 @@ static qkv_status add_region(const qkv_rpc_call *call, const qkvi_region_spec *s
   return QKV_OK;
 }
 
-static qkv_status add_system(const qkv_rpc_call *call, const Qkv__V1__SystemSharedMemoryRegion *region,
+// Adds a region of what a token stands for.
+static qkv_status add_passed(const qkv_rpc_call *call, const char *token, uid_t user, qkvi_region_spec *spec,
                              qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const qkvi_passed_set *set = NULL;
+  if (daemon->passed == NULL)
+    return qkv_fail(error, QKV_UNIMPLEMENTED, "descriptor is set, this daemon runs without --shm-listen");
+  QKV_TRY(qkvi_passed_take(daemon->passed, token, user, &set, error));
+  spec->descriptors = set->descriptors;
+  spec->descriptor_count = set->count;
+  const qkv_status status = add_region(call, spec, error);
+  qkvi_passed_return(daemon->passed, &set, status == QKV_OK);
+  return status;
+}
+
+static qkv_status add_system(const qkv_rpc_call *call, const Qkv__V1__SystemSharedMemoryRegisterRequest *request,
+                             qkv_error *error) {
+  const Qkv__V1__SystemSharedMemoryRegion *region = request->region;
   uid_t user = 0;
   QKV_TRY(may_register(call, &user, error));
   if (region == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "region is missing");
-  const qkvi_region_spec spec = {.kind = QKVI_REGION_SYSTEM,
-                                 .tenant = qkvi_call_tenant(call),
-                                 .name = region->name,
-                                 .key = region->key,
-                                 .owner = user,
-                                 .offset = region->offset,
-                                 .bytes = region->byte_size};
-  return add_region(call, &spec, error);
+  qkvi_region_spec spec = {.kind = QKVI_REGION_SYSTEM,
+                           .tenant = qkvi_call_tenant(call),
+                           .name = region->name,
+                           .key = region->key,
+                           .owner = user,
+                           .offset = region->offset,
+                           .bytes = region->byte_size};
+  if (request->descriptor[0] == '\0') return add_region(call, &spec, error);
+  if (spec.key[0] != '\0')
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "region.key is set, and so is descriptor: a region has one of them");
+  return add_passed(call, request->descriptor, user, &spec, error);
+}
+
+// Of raw_handle and descriptor there is one.
+static qkv_status check_cuda(const Qkv__V1__CudaSharedMemoryRegisterRequest *request, qkv_error *error) {
+  const bool passed = request->descriptor[0] != '\0';
+  if (passed && request->raw_handle.len > 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "raw_handle is set, and so is descriptor: a region has one of them");
+  if (!passed && request->raw_handle.len != QKV_CUDA_IPC_BYTES)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "raw_handle has %zu bytes, must be a cudaIpcMemHandle_t of %d",
+                    request->raw_handle.len, QKV_CUDA_IPC_BYTES);
+  if (!passed || (request->descriptor_bytes > 0 && request->descriptor_bytes <= DESCRIPTOR_BYTES_MAX)) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "descriptor_bytes is %" PRIu64 ", must be the bytes of the allocation behind each",
+                  request->descriptor_bytes);
 }
 
 static qkv_status add_cuda(const qkv_rpc_call *call, const Qkv__V1__CudaSharedMemoryRegisterRequest *request,
@@ -59,16 +94,16 @@ static qkv_status add_cuda(const qkv_rpc_call *call, const Qkv__V1__CudaSharedMe
   uid_t user = 0;
   QKV_TRY(may_register(call, &user, error));
   if (region == NULL) return qkv_fail(error, QKV_INVALID_ARGUMENT, "region is missing");
-  if (request->raw_handle.len != QKV_CUDA_IPC_BYTES)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "raw_handle has %zu bytes, must be a cudaIpcMemHandle_t of %d",
-                    request->raw_handle.len, QKV_CUDA_IPC_BYTES);
-  const qkvi_region_spec spec = {.kind = QKVI_REGION_CUDA,
-                                 .tenant = qkvi_call_tenant(call),
-                                 .name = region->name,
-                                 .device_id = region->device_id,
-                                 .handle = request->raw_handle.data,
-                                 .offset = request->offset,
-                                 .bytes = region->byte_size};
+  QKV_TRY(check_cuda(request, error));
+  qkvi_region_spec spec = {.kind = QKVI_REGION_CUDA,
+                           .tenant = qkvi_call_tenant(call),
+                           .name = region->name,
+                           .device_id = region->device_id,
+                           .handle = request->raw_handle.data,
+                           .descriptor_bytes = request->descriptor_bytes,
+                           .offset = request->offset,
+                           .bytes = region->byte_size};
+  if (request->descriptor[0] != '\0') return add_passed(call, request->descriptor, user, &spec, error);
   return add_region(call, &spec, error);
 }
 
@@ -78,7 +113,7 @@ static void register_job(void *context) {
   Qkv__V1__SystemSharedMemoryRegisterResponse response = QKV__V1__SYSTEM_SHARED_MEMORY_REGISTER_RESPONSE__INIT;
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  if (add_system(call, request->region, &error) != QKV_OK) return qkvi_control_fail(call, &error);
+  if (add_system(call, request, &error) != QKV_OK) return qkvi_control_fail(call, &error);
   qkvi_control_reply(call, &response.base);
 }
 
