@@ -327,3 +327,68 @@ def test_blocks_as_they_are(daemon, tmp_path, kind):
         assert engine.ask(prompts=[[1]], count=1)["metrics"]["vllm:qkvd_loads_failed"] == 1
     with qkvd.Client(daemon.target) as client:
         client.delete_objects([info.object for info in client.objects()])
+
+
+def random_model(kind, folder):
+    """A model of random weights whose layers differ in what they keep, and the engine's settings for it."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    base = {
+        "hidden_size": 64, "vocab_size": 256, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 128,
+        "initializer_range": 0.3, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    }  # fmt: skip
+    more = {}
+    if kind == "windows":
+        config = transformers.Gemma3TextConfig(
+            **base, num_key_value_heads=1, head_dim=32, sliding_window=128,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        )  # fmt: skip
+    elif kind == "convolutions":
+        config = transformers.Lfm2Config(
+            **base, num_key_value_heads=1, layer_types=["conv", "full_attention"] * 2, block_multiple_of=16, conv_dim=64,
+            block_dim=64, block_ff_dim=128,
+        )  # fmt: skip
+    else:
+        more = {"dtype": "bfloat16"}  # the processor's kernels have no other
+        config = transformers.Qwen3NextConfig(
+            **base, num_key_value_heads=2, head_dim=256, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+            num_experts=4, num_experts_per_tok=2, linear_num_key_heads=1, linear_num_value_heads=1,
+            linear_key_head_dim=128, linear_value_head_dim=128, layer_types=["linear_attention", "full_attention"] * 2,
+        )  # fmt: skip
+    torch.manual_seed(7)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder), more
+
+
+@pytest.mark.parametrize("kind", ["windows", "convolutions", "linear"])
+def test_layers_that_keep_different_things(daemon, tmp_path, kind):
+    """Windows beside full attention are rows; states of convolutions and of linear attention, opaque objects beside blocks
+    of attention. Another process loads them, and goes on with the same text; with other states it does not."""
+    model, more = random_model(kind, tmp_path)
+    settings = {"target": daemon.target, "model_name": kind, "bits": "exact", "lookup_timeout": 5.0}
+    more |= {"max_model_len": 1024, "enable_prefix_caching": True}
+    with qkvd.Client(daemon.target) as client:
+        with Engine(model, settings, log=log(kind), **more) as engine:
+            own = engine.generate(PROMPT, 40)
+            assert own["cached"] == 0
+        assert bool(list(client.objects())) == (kind != "windows")
+        with Engine(model, settings, log=log(kind + "-2"), **more) as engine:
+            made = engine.generate(PROMPT, 40)
+            assert (made["tokens"], made["cached"]) == (own["tokens"], LOADED)
+            if kind == "windows":
+                return
+            # What is held of the states of one boundary alone says how far a prefix reaches.
+            states = [info.object for info in client.objects() if info.object.endswith("/0")]
+            for name in states:
+                data = bytearray(client.get_object(name))
+                data[16:] = bytes(len(data) - 16)
+                client.put_object(name, data, replace=True)
+            assert engine.ask(reset=True)
+            made = engine.generate(PROMPT, 40)
+            assert made["cached"] == LOADED
+            if kind == "linear":  # a convolution's state is two tokens
+                assert made["tokens"] != own["tokens"]
+            client.delete_objects(states)
+            assert engine.ask(reset=True)
+            made = engine.generate(PROMPT, 40)
+            assert (made["tokens"], made["cached"]) == (own["tokens"], 0)
+        client.delete_objects([info.object for info in client.objects()])

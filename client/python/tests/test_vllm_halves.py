@@ -8,14 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
 
 from qkvd import vllm_worker  # noqa: E402
 from qkvd.calls import Match  # noqa: E402
 from qkvd.errors import Unavailable  # noqa: E402
 from qkvd.paged import PagedLayer  # noqa: E402
 from qkvd.prefixes import Breaker, Options  # noqa: E402
-from qkvd.vllm_blocks import BlockScheduler  # noqa: E402
+from qkvd.vllm_blocks import BlockScheduler, Bytes, takes_rows  # noqa: E402
 from qkvd.vllm_scheduler import Progress, QkvdMetadata, Save, Scheduler, model_name  # noqa: E402
 from qkvd.vllm_worker import Copied, Worker  # noqa: E402
 
@@ -27,8 +27,12 @@ IDS = list(range(1000, 1512))
 def config(tensor=1, pipeline=1):
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, decode_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=True, prefix_match_unit=None
+        ),
         kv_events_config=None,
     )
 
@@ -39,9 +43,9 @@ def caches():
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names, kv_cache_spec=spec)])
 
 
-def scheduler(kind=Scheduler, tensor=1, **options):
+def scheduler(kind=Scheduler, tensor=1, layers=None, **options):
     """And the salts that it asks with; `made.held` says what the daemon holds of each."""
-    made = kind(Options(model_name="m", target="unix:/nobody", **options), config(tensor), caches())
+    made = kind(Options(model_name="m", target="unix:/nobody", **options), config(tensor), layers or caches())
     made.asked = []
 
     def match(ids, salt, model=None):
@@ -62,9 +66,9 @@ def request(name="r", ids=IDS, **transfer):
     )  # fmt: skip
 
 
-def step(made, computed=0, scheduled=0, name="r"):
+def step(made, computed=0, scheduled=0, name="r", blocks=(list(range(1, 100)),)):
     """The saves of a step in which this request goes on."""
-    blocks = SimpleNamespace(get_block_ids=lambda name: (list(range(1, 100)),))
+    blocks = SimpleNamespace(get_block_ids=lambda name, blocks=blocks: blocks)
     output = SimpleNamespace(
         finished_req_ids=set(), total_num_scheduled_tokens=scheduled, num_scheduled_tokens={name: scheduled},
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=computed)],
@@ -205,3 +209,104 @@ def test_saves_that_fail_are_done_with():
     worker = Half(Daemon())
     worker._prefixes.breaker.tell(Unavailable("gone"))
     assert saved(worker, save) == Progress({1: 64})
+
+
+def several_groups():
+    """Full attention in blocks of 32, a window of 100 tokens in blocks of 64, states at ends of 64 tokens."""
+    shape = {"num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(block_size=32, **shape),
+        SlidingWindowSpec(block_size=64, sliding_window=100, **shape),
+        MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"),
+    ]
+    groups = [SimpleNamespace(layer_names=[f"layer.{place}"], kv_cache_spec=spec) for place, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def grouped(count=320):
+    """A request whose block hashes, of 32 tokens, are their numbers."""
+    made = request(ids=IDS[:count])
+    made.block_hashes = [bytes([place]) * 32 for place in range(count // 32)]
+    return made
+
+
+def named(place, group):
+    """The block that ends with hash `place`."""
+    return f"{place:02x}" * 16 + f"/{group}"
+
+
+@pytest.mark.parametrize(
+    "attention, window, states, held",
+    [
+        (10, [0, 1, 2, 3], [0, 1, 2, 3], 256),  # a token is left to compute
+        (10, [2, 3], [3], 256),  # what a window of 100 reaches behind 256 tokens
+        (10, [3], [0, 1, 2, 3], 0),  # but behind no others
+        (10, [0, 1, 2, 3], [1], 128),
+        (7, [0, 1, 2, 3], [0, 1, 2, 3], 192),
+        (10, [0, 1, 2, 3], [], 0),
+        (1, [0, 1, 2, 3], [0, 1, 2, 3], 0),
+    ],
+)
+def test_a_prefix_is_held_where_every_group_can_go_on(attention, window, states, held):
+    made = scheduler(BlockScheduler, layers=several_groups())
+    holds = {named(place, 0) for place in range(attention)}
+    holds |= {named(2 * place + 1, 1) for place in window} | {named(2 * place + 1, 2) for place in states}
+    (tag,) = made._tags
+
+    def which(names):
+        return [name.removeprefix(tag) in holds for name in names]
+
+    made._prefixes.which_held = which
+    made._prefixes.pages_held = lambda names: [*which(names), False].index(False)
+    assert made.matched(grouped(), 0) == ((held, True) if held else (0, False))
+    if held != 256:
+        return
+    # Of blocks that the engine has not allocated, since nothing reaches them, nothing is loaded.
+    made.load(grouped(), (list(range(10, 20)), [0, 0, 5, 6, 7], [0, 0, 0, 9, 0]), held)
+    (load,) = made.step(SimpleNamespace(
+        finished_req_ids=set(), total_num_scheduled_tokens=0, scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    )).loads  # fmt: skip
+    assert [(group.names, group.blocks) for group in load.groups] == [
+        ([named(place, 0) for place in range(8)], list(range(10, 18))),
+        ([named(5, 1), named(7, 1)], [5, 6]),
+        ([named(7, 2)], [9]),
+    ]
+
+
+def test_states_are_saved_where_a_step_ends_with_them():
+    made = scheduler(BlockScheduler, layers=several_groups())
+    made._prefixes.which_held = lambda names: [False] * len(names)
+    made.matched(grouped(), 0)
+    blocks = (list(range(10, 20)), [0, 2, 3, 4, 5], [0, 7, 8, 9, 6])
+    (save,) = step(made, 0, 128, blocks=blocks)
+    assert save.tokens == 128
+    assert [(group.names, group.blocks) for group in save.groups] == [
+        ([named(place, 0) for place in range(4)], [10, 11, 12, 13]),
+        ([named(3, 1)], [2]),
+        ([named(3, 2)], [7]),
+    ]
+    (save,) = step(made, 128, 80, blocks=blocks)  # the state is that of 208 tokens
+    assert [len(group.names) for group in save.groups] == [2, 1, 0]
+    (save,) = step(made, 208, 113, blocks=blocks)  # with a token that is not known yet
+    assert [len(group.names) for group in save.groups] == [4, 2, 0]
+
+
+def test_layers_of_several_shapes_are_kept_as_they_are():
+    assert takes_rows(caches()) and takes_rows(SimpleNamespace(kv_cache_groups=[]))
+    assert not takes_rows(several_groups())
+    other = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=2 * DIM, dtype=torch.float32)
+    both = caches()
+    both.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.9"], kv_cache_spec=other))
+    assert not takes_rows(both)
+
+
+def test_blocks_of_transposed_states_come_back():
+    kept = torch.rand(6, 8, 3)
+    cache = kept.clone().transpose(1, 2)  # as some engines keep states of convolutions
+    made = Bytes("layer", cache, 6)
+    copied = made.copy([4, 1])
+    cache[:] = 0
+    made.put([4, 1], copied)
+    np.testing.assert_array_equal(cache[[4, 1]].transpose(1, 2), kept[[4, 1]])
+    assert not cache[[0, 2, 3, 5]].any()

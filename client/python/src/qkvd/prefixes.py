@@ -284,20 +284,32 @@ class Prefixes:
     def pages_held(self, names: Sequence[str]) -> int:
         """How many of these objects are held, from the first one on; 0 where nobody answers in time."""
         held = 0
-        if self.breaker.open():
-            return 0
         try:
-            while held < len(names):
-                part, timeout = names[held : held + NAMES_MOST], self.options.lookup_timeout
-                sizes = self._guarded(functools.partial(self.client.has_objects, part, timeout=timeout))
-                run = next((place for place, size in enumerate(sizes) if not size), len(part))
-                held += run
-                if run < len(part):
-                    break
+            for part in self._pages(names):
+                if not all(part):
+                    return held + part.index(False)
+                held += len(part)
         except Error as error:
             self._log.debug("no lookup: %s", error)
             return 0
         return held
+
+    def which_held(self, names: Sequence[str]) -> list[bool]:
+        """Of each of these objects whether it is held; of none where nobody answers in time."""
+        try:
+            return [one for part in self._pages(names) for one in part]
+        except Error as error:
+            self._log.debug("no lookup: %s", error)
+            return [False] * len(names)
+
+    def _pages(self, names: Sequence[str]) -> Iterator[list[bool]]:
+        """Which are held, of some at a time. Raises `qkvd.Error`."""
+        if self.breaker.open() and names:
+            raise Unavailable(f"qkvd at {self.options.target} is left alone for a while")
+        for at in range(0, len(names), NAMES_MOST):
+            part, timeout = names[at : at + NAMES_MOST], self.options.lookup_timeout
+            sizes = self._guarded(functools.partial(self.client.has_objects, part, timeout=timeout))
+            yield [bool(size) for size in sizes]
 
     def get_pages(self, names: Sequence[str], out: Sequence[Array]) -> int:
         """Objects into arrays of their size; gives how many have come, from the first one on. Raises `qkvd.Error`."""

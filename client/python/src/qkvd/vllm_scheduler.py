@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -36,7 +37,7 @@ class Load:
     """Tokens [begin, end) of a request's prompt, whole blocks."""
 
     request: str
-    names: tuple[str, ...]  # of the session of each rank; where blocks are opaque, of each block
+    names: tuple[str, ...]  # of the session of each rank
     begin: int
     end: int
     blocks: Blocks
@@ -65,7 +66,7 @@ class Save:
 class QkvdMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Of one step."""
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Any] = field(default_factory=list)  # Load, or BlockLoad
     saves: list[Any] = field(default_factory=list)  # Save, or BlockSave
     ended: set[str] = field(default_factory=set)  # requests
     idle: bool = False  # no token is computed in this step
@@ -191,11 +192,12 @@ class Scheduler:
         self._options = options
         self._loads, self._saves = bool(transfer.is_kv_consumer), bool(transfer.is_kv_producer)
         self._block_tokens = self._tokens_of(vllm_config, kv_cache_config)
+        self._whole = math.lcm(*self._block_tokens)  # tokens that are whole blocks in every group
         self._models = [model_name(options, vllm_config, rank) for rank in range(world_of(vllm_config))]
         # Lookups name the model; its geometry is known to the workers alone.
         self._prefixes = Prefixes(options, NAMELESS, logger)
         self._sequences: dict[str, Sequence] = {}
-        self._to_load: list[Load] = []
+        self._to_load: list[Any] = []
         self._prefix = f"vllm/{secrets.token_hex(6)}"
         self._opened = 0
         self._epoch = ""  # "": never reset
@@ -255,7 +257,7 @@ class Scheduler:
         sequence.computed = computed
         if not self._loads:
             return 0, False
-        whole, most = max(self._block_tokens), len(ids) - 1
+        whole, most = self._whole, len(ids) - 1
         hit, announced = (min(tokens, most) // whole * whole for tokens in (sequence.held, self._announced(request)))
         if max(hit, computed) < announced and self._may_wait(sequence):
             return None, False
@@ -290,12 +292,11 @@ class Scheduler:
         sequence = self._sequences[request.request_id]
         begin, end = sequence.computed, sequence.computed + tokens
         sequence.loading = True
-        names = self._names(sequence, begin, end)
-        self._to_load.append(Load(request.request_id, names, begin, end, self._cover(blocks, begin, end)))
+        self._to_load.append(self._load(sequence, begin, end, self._cover(blocks, begin, end)))
 
-    def _names(self, sequence: Sequence, begin: int, end: int) -> tuple[str, ...]:
-        """Of what has these tokens."""
-        return sequence.sessions
+    def _load(self, sequence: Sequence, begin: int, end: int, blocks: Blocks) -> Any:
+        """What tells the workers to load these tokens."""
+        return Load(sequence.request.request_id, sequence.sessions, begin, end, blocks)
 
     def _cover(self, blocks: Blocks, begin: int, end: int) -> Blocks:
         """The blocks of positions [begin, end)."""
@@ -335,9 +336,9 @@ class Scheduler:
                 continue
             # Of drafts and of tokens still on their way the ids are not known yet. What goes beyond the buffer comes with a
             # later step of the request.
-            end = min(computed + output.num_scheduled_tokens[name], len(sequence.request.all_token_ids))
-            begin = sequence.saved
-            save = self._save(name, sequence, min(end, begin + self._free()), output.kv_connector_block_state)
+            reached, begin = computed + output.num_scheduled_tokens[name], sequence.saved
+            end = min(reached, len(sequence.request.all_token_ids), begin + self._free())
+            save = self._save(name, sequence, end, reached, output.kv_connector_block_state)
             if save is not None:
                 meta.saves.append(save)
                 self._handed_out += sequence.saved - begin
@@ -347,10 +348,10 @@ class Scheduler:
         """Tokens that may be handed out to be saved."""
         return max(self._waiting_most - (self._handed_out - min(self._done.values())), 0)
 
-    def _save(self, name: str, sequence: Sequence, computed: int, state: Any) -> Any:
-        """The pages of a request that are complete when `computed` of its tokens are: a Save, or None."""
+    def _save(self, name: str, sequence: Sequence, end: int, reached: int, state: Any) -> Any:
+        """The pages of a request below `end` that are not saved yet: a Save, or None. The step computes up to `reached`."""
         ids = sequence.request.all_token_ids
-        begin, end = sequence.saved, computed // PAGE * PAGE
+        begin, end = sequence.saved, end // PAGE * PAGE
         if end <= begin:
             return None
         blocks = self._cover(state.get_block_ids(name), begin, end)

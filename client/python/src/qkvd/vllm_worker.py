@@ -48,7 +48,7 @@ class Worker(ABC):
         self._told = 0  # tokens that are done, as the scheduler was told last
 
     @abstractmethod
-    def _read(self, load: Load) -> int:
+    def _read(self, load: Any) -> int:
         """Loads into the engine's blocks; gives the bytes. What it raises makes the load a miss."""
 
     @abstractmethod
@@ -154,7 +154,7 @@ class RowWorker(Worker):
         model = geometry(options, vllm_config, self._layers, rank)
         super().__init__(Prefixes(options, model, logger), rank)
 
-    def _read(self, load: Load) -> int:
+    def _read(self, load: Any) -> int:
         return sum(self._read_group(load, group) for group in range(len(self._groups)))
 
     def _read_group(self, load: Load, group: int) -> int:
