@@ -295,12 +295,14 @@ void qkvi_begin_walk(qkv_storage *storage, uint32_t segment, qkv_storage_done_fn
 void qkvi_end_walk(qkv_storage *storage);
 void qkvi_begin_check(qkv_storage *storage, qkv_storage_done_fn *done, void *context);
 void qkvi_end_check(qkv_storage *storage);
-// A session's records are found from done() on (NULL: nobody waits), perhaps before this returns.
+// Packs the session where no view of a session that is used has its records, and then likewise its ancestors.
+void qkvi_pack_quiet(qkv_storage *storage, uint64_t session);
+// The session is used. What its view has is found from done() on (NULL: nobody waits), perhaps before this returns.
 void qkvi_unpack_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 
 // unload.c. Writes what has been packed lately, as far as the budget of the disk allows.
 void qkvi_unload_fresh(qkv_storage *storage);
-// As qkvi_unpack_session, of one that stays packed otherwise.
+// The session's own records are found from done() on, likewise, where they were not in memory.
 void qkvi_load_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context);
 
 // sync.c

@@ -217,10 +217,16 @@ void qkvi_journal_write(qkv_storage *storage) {
 void qkvi_journal_message(qkv_storage *storage, qkvi_message *message) {
   qkvi_pending_entry *entry = (qkvi_pending_entry *)message;
   qkvi_journal *journal = &storage->journal;
+  const qkv_journal_kind kind = entry->entry.kind;
+  const uint64_t number = entry->entry.session, parent = qkvi_sessions_parent(storage->sessions, number);
   // The effect of an entry on records takes place at once.
-  if (entry->entry.kind == QKV_JOURNAL_SESSION_FORK) qkvi_unpack_session(storage, entry->entry.parent, NULL, NULL);
+  if (kind == QKV_JOURNAL_SESSION_FORK) qkvi_unpack_session(storage, entry->entry.parent, NULL, NULL);
+  if (kind == QKV_JOURNAL_SESSION_TRUNCATE) qkvi_unpack_session(storage, number, NULL, NULL);
   const qkv_status status = qkvi_sessions_note(storage->sessions, &entry->entry);
   if (status != QKV_OK) refuse(entry, status);
+  // What was swept has been unpacked, and an heir that was used may have gone.
+  if (kind == QKV_JOURNAL_SESSION_CLOSE) qkvi_pack_quiet(storage, number);
+  if (kind == QKV_JOURNAL_SESSION_CLOSE && parent != 0) qkvi_pack_quiet(storage, parent);
   if (takes(&entry->entry)) qkvi_compact_consider(storage);
   entry->next = NULL;
   *journal->pending_last = entry;

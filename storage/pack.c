@@ -1,5 +1,6 @@
 // Packing what the index has of sessions that are not used. While compaction or a check walks the index, what they
-// walk is unpacked, and nothing is packed.
+// walk is unpacked, and nothing is packed. A session's records are its heirs', too: they are packed where none of
+// these is used.
 #include <assert.h>
 #include <stdlib.h>
 
@@ -25,39 +26,31 @@ static void post(qkv_storage *storage, void (*run)(qkv_storage *storage, qkvi_me
   qkvi_post(storage, &message->message);
 }
 
-// Other sessions may need the records of one that has heirs, and it those of its ancestors.
+static void pack_one(void *context, uint64_t session) {
+  qkv_storage *storage = context;
+  pthread_mutex_lock(&storage->lock);
+  qkvi_index_pack(storage->index, session, storage->index_walks == 0);
+  pthread_mutex_unlock(&storage->lock);
+}
+
+void qkvi_pack_quiet(qkv_storage *storage, uint64_t session) {
+  qkvi_sessions_quiet(storage->sessions, session, pack_one, storage);
+  qkvi_unload_fresh(storage);
+}
+
 static void pack(qkv_storage *storage, qkvi_message *message) {
   const pack_message of = take(message);
-  if (!qkvi_sessions_alone(storage->sessions, of.session)) return;
-  pthread_mutex_lock(&storage->lock);
-  qkvi_index_pack(storage->index, of.session, storage->index_walks == 0);
-  pthread_mutex_unlock(&storage->lock);
-  qkvi_unload_fresh(storage);
+  qkvi_sessions_rest(storage->sessions, of.session);
+  qkvi_pack_quiet(storage, of.session);
 }
 
 void qkv_storage_session_pack(qkv_storage *storage, uint64_t session) {
   post(storage, pack, session, NULL, NULL);
 }
 
-void qkvi_unpack_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
-  pthread_mutex_lock(&storage->lock);
-  qkvi_index_unpack(storage->index, session);
-  pthread_mutex_unlock(&storage->lock);
-  qkvi_load_session(storage, session, done, context);
-}
+// ---- Loading ----
 
-static void unpack(qkv_storage *storage, qkvi_message *message) {
-  const pack_message of = take(message);
-  qkvi_unpack_session(storage, of.session, of.done, of.context);
-}
-
-void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
-  post(storage, unpack, session, done, context);
-}
-
-// ---- Walks ----
-
-// Loads the sessions of a walk, some at a time.
+// Loads sessions, some at a time.
 typedef struct loading {
   qkv_storage *storage;
   uint64_t *sessions;
@@ -88,20 +81,47 @@ static void load_next(loading *on) {
   }
   on->going = false;
   if (on->running > 0) return;
-  on->done(on->context, on->status);
+  if (on->done != NULL) on->done(on->context, on->status);
   free(on->sessions);
   free(on);
 }
 
-void qkvi_begin_walk(qkv_storage *storage, uint32_t segment, qkv_storage_done_fn *done, void *context) {
+// `sessions` is freed; `done` may be NULL.
+static void load(qkv_storage *storage, uint64_t *sessions, size_t count, qkv_storage_done_fn *done, void *context) {
   loading *on = qkvi_checked(calloc(1, sizeof *on));
-  *on = (loading){.storage = storage, .status = QKV_OK, .done = done, .context = context};
+  *on = (loading){
+      .storage = storage, .sessions = sessions, .count = count, .status = QKV_OK, .done = done, .context = context};
+  load_next(on);
+}
+
+void qkvi_unpack_session(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
+  size_t count;
+  uint64_t *line = qkvi_sessions_use(storage->sessions, session, &count);
+  pthread_mutex_lock(&storage->lock);
+  for (size_t i = 0; i < count; i++) qkvi_index_unpack(storage->index, line[i]);
+  pthread_mutex_unlock(&storage->lock);
+  load(storage, line, count, done, context);
+}
+
+static void unpack(qkv_storage *storage, qkvi_message *message) {
+  const pack_message of = take(message);
+  qkvi_unpack_session(storage, of.session, of.done, of.context);
+}
+
+void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_storage_done_fn *done, void *context) {
+  post(storage, unpack, session, done, context);
+}
+
+// ---- Walks ----
+
+void qkvi_begin_walk(qkv_storage *storage, uint32_t segment, qkv_storage_done_fn *done, void *context) {
+  size_t count;
   pthread_mutex_lock(&storage->lock);
   storage->index_walks++;
   qkvi_index_unpack_segment(storage->index, segment);
   pthread_mutex_unlock(&storage->lock);
-  on->sessions = qkvi_index_list_unloaded(storage->index, segment, &on->count);
-  load_next(on);
+  uint64_t *sessions = qkvi_index_list_unloaded(storage->index, segment, &count);
+  load(storage, sessions, count, done, context);
 }
 
 void qkvi_end_walk(qkv_storage *storage) {

@@ -12,6 +12,7 @@
 typedef struct lineage {
   uint32_t depth;           // length of the chain of forks
   uint32_t layers;          // of a fork
+  uint32_t used_heirs;      // those that are not quiet
   uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
   uint64_t *parent_limits;  // those of the parent when this was forked; NULL: it has none
   uint64_t *reach;          // how far its view and those of its heirs go into the parent's own records
@@ -27,12 +28,14 @@ struct qkvi_session {
   uint64_t session;
   uint64_t opened, noted;  // sequences of the entry that opened it and of the last SESSION_NOTE
   lineage *lines;          // NULL: all of it is 0
-  uint64_t time : 56;      // when it was opened, by the table's clock
+  uint64_t time : 54;      // when it was opened, by the table's clock
   uint64_t dead : 1;       // closed; a ghost, if it has heirs
   uint64_t dropped : 1;    // dropped without an entry that says so
   uint64_t lost : 1;       // a fork without its parent
   uint64_t failed : 1;     // the entry that opens it is not in the journal
   uint64_t unswept : 1;    // its records wait for sweep(), which needs its cuts
+  uint64_t rests : 1;      // it is not used
+  uint64_t quiet : 1;      // so it is, or dead, and all of its heirs are quiet
 };
 
 _Static_assert(sizeof(qkvi_session) == 40, "no padding");
@@ -102,12 +105,14 @@ static void drop_lines(qkvi_session *session) {
 static qkvi_session *add(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
   qkvi_session *session = qkvi_numbered_add(&sessions->known, entry->session);
   session->opened = entry->sequence;
-  session->time = ++sessions->clock & (UINT64_MAX >> 8);
+  session->time = ++sessions->clock & (UINT64_MAX >> 10);
   return session;
 }
 
 static void link_heir(qkvi_session *parent, qkvi_session *heir) {
   lineage *lines = need_lines(heir), *above = need_lines(parent);
+  assert(!parent->quiet && !heir->quiet);
+  above->used_heirs++;
   lines->parent = parent;
   lines->depth = above->depth + 1;
   lines->older = above->heirs;
@@ -124,6 +129,7 @@ static void unlink_heir(const qkvi_session *heir) {
     lines->parent->lines->heirs = lines->older;
   }
   if (lines->older != NULL) lines->older->lines->newer = lines->newer;
+  if (!heir->quiet) lines->parent->lines->used_heirs--;
   drop_lines(lines->parent);
 }
 
@@ -418,11 +424,6 @@ bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session) {
   return found != NULL && !found->dead;
 }
 
-bool qkvi_sessions_alone(const qkvi_sessions *sessions, uint64_t session) {
-  const qkvi_session *found = find(sessions, session);
-  return found != NULL && !found->dead && lines_of(found)->parent == NULL && lines_of(found)->heirs == NULL;
-}
-
 bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session) {
   return find(sessions, session) != NULL;
 }
@@ -556,6 +557,54 @@ void qkvi_sessions_swept(qkvi_sessions *sessions, uint64_t session) {
   if (found == NULL || !found->unswept) return;
   found->unswept = false;
   forget_cuts(found);
+}
+
+// ---- Use ----
+
+static void set_quiet(qkvi_session *session, bool quiet) {
+  if (session->quiet == quiet) return;
+  session->quiet = quiet;
+  qkvi_session *parent = lines_of(session)->parent;
+  if (parent == NULL) return;
+  if (quiet) {
+    parent->lines->used_heirs--;
+  } else {
+    parent->lines->used_heirs++;
+  }
+}
+
+uint64_t *qkvi_sessions_use(qkvi_sessions *sessions, uint64_t session, size_t *count) {
+  qkvi_session *found = find(sessions, session);
+  uint64_t *line = qkvi_checked(malloc((found == NULL ? 1 : lines_of(found)->depth + 1) * sizeof *line));
+  *count = 0;
+  line[(*count)++] = session;
+  if (found == NULL) return line;
+  found->rests = 0;
+  for (qkvi_session *at = found; at != NULL; at = lines_of(at)->parent) {
+    set_quiet(at, false);
+    if (at != found) line[(*count)++] = at->session;
+  }
+  return line;
+}
+
+void qkvi_sessions_rest(qkvi_sessions *sessions, uint64_t session) {
+  qkvi_session *found = find(sessions, session);
+  if (found != NULL) found->rests = 1;
+}
+
+void qkvi_sessions_quiet(qkvi_sessions *sessions, uint64_t session, void (*each)(void *context, uint64_t session),
+                         void *context) {
+  qkvi_session *at = find(sessions, session);
+  for (; at != NULL && (at->rests || at->dead) && lines_of(at)->used_heirs == 0; at = lines_of(at)->parent) {
+    set_quiet(at, true);
+    each(context, at->session);
+  }
+}
+
+uint64_t qkvi_sessions_parent(const qkvi_sessions *sessions, uint64_t session) {
+  const qkvi_session *found = find(sessions, session);
+  const qkvi_session *parent = found == NULL ? NULL : lines_of(found)->parent;
+  return parent == NULL ? 0 : parent->session;
 }
 
 void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session) {

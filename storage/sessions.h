@@ -62,8 +62,6 @@ void qkvi_sessions_dropped(const qkvi_sessions *sessions, void (*each)(void *con
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry);
 bool qkvi_sessions_alive(const qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_known(const qkvi_sessions *sessions, uint64_t session);
-// Whether it is open, no fork, and has none.
-bool qkvi_sessions_alone(const qkvi_sessions *sessions, uint64_t session);
 // The live ones in ascending order of their numbers. The caller frees *live.
 size_t qkvi_sessions_live(const qkvi_sessions *sessions, const qkvi_session ***live);
 uint64_t qkvi_session_number(const qkvi_session *session);
@@ -96,6 +94,17 @@ void qkvi_sessions_tell_reach(const qkvi_sessions *sessions,
 // The session's own records are what qkvi_needs says now. NULL: there is no session of this number any more.
 const qkvi_session *qkvi_sessions_find(const qkvi_sessions *sessions, uint64_t session);
 void qkvi_sessions_swept(qkvi_sessions *sessions, uint64_t session);
+// A session is used until it rests. Its records are needed by itself and by its heirs: where none of them is used it
+// is quiet. `quiet` calls each() for the session and for each ancestor, upwards, as far as they are quiet. `use` ends
+// the rest of the session: from then on neither it nor its ancestors are quiet, whose numbers it gives, the session
+// first; the caller frees them. A session is used when it is forked (asserted).
+void qkvi_sessions_rest(qkvi_sessions *sessions, uint64_t session);
+void qkvi_sessions_quiet(qkvi_sessions *sessions, uint64_t session, void (*each)(void *context, uint64_t session),
+                         void *context);
+uint64_t *qkvi_sessions_use(qkvi_sessions *sessions, uint64_t session, size_t *count);
+// 0: it has none.
+uint64_t qkvi_sessions_parent(const qkvi_sessions *sessions, uint64_t session);
+
 // The entry that opens it could not be written: it must not be forked.
 void qkvi_sessions_fail(qkvi_sessions *sessions, uint64_t session);
 bool qkvi_sessions_failed(const qkvi_sessions *sessions, uint64_t session);

@@ -42,7 +42,10 @@ bool qkvi_sweep(void *context, const qkvi_session *session) {
   qkvi_needs needs;
   qkvi_needs_init(&needs, session);
   sweep_puts(storage, &needs, number);
-  qkvi_unpack_session(storage, number, NULL, NULL);
+  pthread_mutex_lock(&storage->lock);
+  qkvi_index_unpack(storage->index, number);
+  pthread_mutex_unlock(&storage->lock);
+  qkvi_load_session(storage, number, NULL, NULL);
   const bool loaded = !qkvi_index_unloaded(storage->index, number, &unloaded);
   if (loaded) sweep_records(storage, &needs, number);
   qkvi_needs_deinit(&needs);
@@ -57,4 +60,5 @@ void qkvi_sweep_loaded(qkv_storage *storage, uint64_t session) {
   sweep_records(storage, owner == NULL ? NULL : &needs, session);
   qkvi_needs_deinit(&needs);
   qkvi_sessions_swept(storage->sessions, session);
+  qkvi_pack_quiet(storage, session);
 }

@@ -51,7 +51,7 @@ typedef struct model_session {
   uint64_t number;
   bool open_durable, close_asked, close_durable;
   bool failed;   // a close or cut could not be written: puts are refused
-  size_t reads;  // under way, of records that were put for it
+  size_t reads;  // under way, of records that its view has
 } model_session;
 
 typedef struct model_cut {

@@ -36,6 +36,7 @@ typedef struct about {
   uint8_t *bytes;
   uint64_t size;
   bool was_gone;
+  size_t reader;  // the session that uses the record
 } about;
 
 static about *about_of(model *on, size_t which) {
@@ -284,7 +285,8 @@ static void read_ended(void *context, qkv_status status) {
   about *what = context;
   model *on = what->on;
   const model_record *record = &on->records[what->which];
-  session_of(on, record->session)->reads--;
+  model_session *reader = &on->sessions[what->reader];
+  reader->reads--;
   if (status == QKV_OK) {
     CHECK(on, record->written, "a read of what was never written\n");
     CHECK(on, !what->was_gone, "a read of what was gone\n");
@@ -294,7 +296,8 @@ static void read_ended(void *context, qkv_status status) {
           "data loss without a fault\n");
   } else {
     CHECK(on, status == QKV_NOT_FOUND, "read: %d\n", status);
-    const bool due = record->gone || !record->written || fault_disk_damaged_segments(on->disk) > 0 || troubled(on);
+    const bool due = record->gone || !record->written || reader->close_asked ||
+                     fault_disk_damaged_segments(on->disk) > 0 || troubled(on);
     CHECK(on, due, "record %llu is missing\n", (unsigned long long)record->number);
   }
   end_about(what);
@@ -310,6 +313,27 @@ static void read_unpacked(void *context, qkv_status status) {
   qkv_storage_read(on->storage, record->number, what->bytes, record->size, read_ended, what);
 }
 
+// A session that is open and has the record, its own where that is: it is used for the read.
+static size_t reader_of(const model *on, size_t at) {
+  const size_t owner = model_place_of(on, on->records[at].session);
+  if (!on->sessions[owner].close_asked) return owner;
+  size_t reader = owner;
+  for (size_t i = 0; i < on->session_count; i++) {
+    const model_session *session = &on->sessions[i];
+    if (session->close_asked || !lineage_inherits(&on->now, i, owner) || lineage_tokens(&on->now, i, at) == 0)
+      continue;
+    reader = i;
+    if (session->open_durable) break;
+  }
+  return reader;
+}
+
+static void use(model *on, about *what, qkv_storage_done_fn *unpacked) {
+  what->reader = reader_of(on, what->which);
+  on->sessions[what->reader].reads++;
+  qkv_storage_session_unpack(on->storage, on->sessions[what->reader].number, unpacked, what);
+}
+
 static void read_record(model *on, size_t at) {
   const model_record *record = &on->records[at];
   if (!record->ended) return;
@@ -317,8 +341,7 @@ static void read_record(model *on, size_t at) {
   what->bytes = malloc(record->size);
   if (what->bytes == NULL) abort();
   what->was_gone = record->gone;
-  session_of(on, record->session)->reads++;
-  qkv_storage_session_unpack(on->storage, record->session, read_unpacked, what);
+  use(on, what, read_unpacked);
 }
 
 static void drop_unpacked(void *context, qkv_status status) {
@@ -328,7 +351,7 @@ static void drop_unpacked(void *context, qkv_status status) {
     qkv_storage_drop(what->on->storage, record->number);
     record->gone = record->dropped = true;
   }
-  session_of(what->on, record->session)->reads--;
+  what->on->sessions[what->reader].reads--;
   end_about(what);
 }
 
@@ -340,8 +363,7 @@ static void drop_replaced(model *on) {
     for (size_t j = i + 1; j < on->record_count; j++) {
       const model_record *next = &on->records[j];
       if (!lineage_same(&on->now, i, j) || !next->durable || next->gone || drawn(on, 3) != 0) continue;
-      session_of(on, old->session)->reads++;
-      qkv_storage_session_unpack(on->storage, old->session, drop_unpacked, about_of(on, i));
+      use(on, about_of(on, i), drop_unpacked);
       break;
     }
   }

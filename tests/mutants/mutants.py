@@ -46,9 +46,13 @@ MUTANTS = [
     ("a cut of an unloaded session is forgotten", "storage/sessions.c", "    if (!session->unswept) forget_cuts(session);\n",
      "    forget_cuts(session);\n", "storage/unload|fault/model"),
     ("compaction overlooks unloaded sessions", "storage/pack.c",
-     "  on->sessions = qkvi_index_list_unloaded(storage->index, segment, &on->count);\n",
-     "  on->sessions = qkvi_index_list_unloaded(storage->index, segment == QKVI_ANY_SEGMENT ? segment : segment + 1,\n"
-     "                                          &on->count);\n", "storage/unload"),
+     "  uint64_t *sessions = qkvi_index_list_unloaded(storage->index, segment, &count);\n",
+     "  uint64_t *sessions = qkvi_index_list_unloaded(storage->index, segment == QKVI_ANY_SEGMENT ? segment : segment + 1,\n"
+     "                                                &count);\n", "storage/unload"),
+    ("an ancestor is packed that an heir uses", "storage/sessions.c", " && lines_of(at)->used_heirs == 0;", ";",
+     "storage/unload|fault/model"),
+    ("a use brings back no ancestor", "storage/sessions.c", "    if (at != found) line[(*count)++] = at->session;\n", "",
+     "storage/unload|fault/model"),
     ("a start takes an unloaded index for the caller's record", "storage/recover.c", "entry->kind != QKVI_RECORD_INDEX && ", "",
      "storage/unload|fault/model"),
     ("a sync takes an index for a record", "storage/sync.c", " && put->request.meta.kind != QKVI_RECORD_INDEX;", ";",

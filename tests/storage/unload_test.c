@@ -111,7 +111,7 @@ static void closes_and_cuts_of_unloaded_sessions(void **state) {
   assert_int_equal(qkv_storage_find(on->storage, all.records[7][20], &info), QKV_OK);
   assert_true(info.meta.position == 640 && info.meta.tokens == 32);
   assert_int_equal(qkv_storage_find(on->storage, all.records[7][21], &info), QKV_NOT_FOUND);
-  // A fork loads its parent, which is not unloaded again.
+  // A fork loads its parent, which is used then.
   const uint64_t positions[] = {320, 320};
   const uint64_t fork = scene_fork(on, all.numbers[8], positions, 2, NULL);
   assert_int_equal(unpack(on, all.numbers[8]), QKV_OK);
@@ -217,11 +217,71 @@ static void a_sync_does_not_take_an_index_for_a_record(void **state) {
   await_unloaded(on, all.numbers[1]);
 }
 
+static void put_own(scene *on, uint64_t session, size_t r, uint64_t *record) {
+  const qkv_record_meta meta = {
+      .session = session, .layer = r % 2, .position = position_of(r), .tokens = 64, .kind = 1};
+  assert_int_equal(scene_put_status(on, &meta, BYTES, true, record), QKV_OK);
+}
+
+// Forks of forks: what any of them needs stays in memory while that one is used, and leaves it with the last one.
+static void forks_leave_with_their_ancestors(void **state) {
+  scene *on = *state;
+  filled all;
+  uint64_t own[RECORDS], other[RECORDS];
+  uint8_t buffer[BYTES];
+  const uint64_t positions[] = {640, 640}, more[] = {1280, 1280};
+  fill(on, &all);
+  const uint64_t root = all.numbers[0], fork = scene_fork(on, root, positions, 2, NULL);
+  for (size_t r = 20; r < RECORDS; r++) put_own(on, fork, r, &own[r]);
+  const uint64_t heir = scene_fork(on, fork, more, 2, NULL), sibling = scene_fork(on, root, positions, 2, NULL);
+  for (size_t r = 20; r < RECORDS; r++) put_own(on, sibling, r, &other[r]);
+  qkv_storage_session_pack(on->storage, root);
+  qkv_storage_session_pack(on->storage, fork);
+  qkv_storage_session_pack(on->storage, sibling);
+  await_unloaded(on, sibling);
+  assert_false(is_unloaded(on, root) || is_unloaded(on, fork));
+  assert_int_equal(scene_read(on, own[20], buffer, BYTES), QKV_OK);
+  qkv_storage_session_pack(on->storage, heir);  // it has no records of its own
+  await_unloaded(on, root);
+  await_unloaded(on, fork);
+  assert_int_equal(scene_read(on, own[20], buffer, BYTES), QKV_NOT_FOUND);
+  // A use brings back all that its view has, and nothing else.
+  assert_int_equal(unpack(on, heir), QKV_OK);
+  assert_true(is_unloaded(on, sibling) && !is_unloaded(on, root) && !is_unloaded(on, fork));
+  scene_check(on, root, all.records[0][3], position_of(3), BYTES);
+  scene_check(on, fork, own[21], position_of(21), BYTES);
+  // What was used goes, and so do records that only it needed; the others leave memory again.
+  assert_int_equal(scene_close_session(on, root), QKV_OK);
+  assert_false(is_unloaded(on, root));
+  assert_int_equal(scene_close_session(on, heir), QKV_OK);
+  await_unloaded(on, root);
+  await_unloaded(on, fork);
+  assert_int_equal(scene_stats(on).records, (SESSIONS - 1) * RECORDS + 20 + 2 * (RECORDS - 20));
+  // A check and compaction find them.
+  qkv_storage_verify_report report;
+  assert_int_equal(qkv_storage_verify(on->storage, NULL, NULL, &report), QKV_OK);
+  assert_true(report.records == (SESSIONS - 1) * RECORDS + 20 + 2 * (RECORDS - 20) && report.bad == 0);
+  assert_int_equal(scene_compact(on, 1), QKV_OK);
+  assert_int_equal(unpack(on, sibling), QKV_OK);
+  scene_check(on, root, all.records[0][19], position_of(19), BYTES);
+  scene_check(on, sibling, other[20], position_of(20), BYTES);
+  // Their ends free all of it.
+  qkv_storage_session_pack(on->storage, sibling);
+  await_unloaded(on, root);
+  assert_int_equal(scene_close_session(on, fork), QKV_OK);
+  assert_int_equal(scene_close_session(on, sibling), QKV_OK);
+  while (scene_stats(on).records != (SESSIONS - 1) * RECORDS) (void)usleep(WAIT_US);
+  scene_close(on);
+  scene_open(on);
+  assert_int_equal(on->record_count, (SESSIONS - 1) * RECORDS);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       BOTH(what_is_unloaded_comes_back),
       BOTH(closes_and_cuts_of_unloaded_sessions),
       BOTH(what_was_unloaded_is_damaged),
+      BOTH(forks_leave_with_their_ancestors),
       BOTH(a_sync_does_not_take_an_index_for_a_record),
   };
   return cmocka_run_group_tests_name("unload", tests, NULL, NULL);
