@@ -201,6 +201,8 @@ void qkvi_shares_forget(qkv_client *client);
 void qkvi_shares_free(qkv_client *client);
 // The share that holds all of the bytes, or NULL.
 const qkvi_share *qkvi_share_of(const qkv_client *client, const void *data, size_t bytes);
+// Whether any of the bytes lie in lent memory on a GPU, which cannot be read here.
+bool qkvi_is_on_gpu(const qkv_client *client, const void *data, size_t bytes);
 // The fields shared_memory_region, _offset and _byte_size, numbered from `first` on.
 void qkvi_share_put(qkv_wire_writer *writer, uint32_t first, const qkvi_share *share, const void *data, size_t bytes);
 

@@ -258,6 +258,20 @@ static bool is_shared(const qkv_client *client, const qkv_client_fetch *request,
   return client->shares != NULL;
 }
 
+// Memory on a GPU that the rows would have to be copied to here.
+static qkv_code check_memory(const qkv_client *client, const qkv_client_fetch *request,
+                             const qkv_client_layer_memory *layers, qkv_call_error *error) {
+  for (size_t i = 0; i < request->layer_count; i++) {
+    const qkv_client_memory *k = &layers[i].k, *v = &layers[i].v;
+    if ((request->part != 2 && qkvi_is_on_gpu(client, k->data, k->bytes)) ||
+        (request->part != 1 && qkvi_is_on_gpu(client, v->data, v->bytes)))
+      return qkvi_fail(error, QKV_INVALID_ARGUMENT,
+                       "layers[%zu] has memory on a GPU: all memory for rows has to lie in what is lent, as a whole",
+                       i);
+  }
+  return QKV_OK;
+}
+
 static void put_into(qkv_client *client, uint32_t field, const qkv_client_memory *memory) {
   qkv_wire_begin(client->writer, field);
   qkvi_share_put(client->writer, 1, qkvi_share_of(client, memory->data, memory->bytes), memory->data, memory->bytes);
@@ -288,8 +302,11 @@ qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *reque
   if (code != QKV_OK) return code;
   for (size_t i = 0; i < request->layer_count; i++) layers[i].position = layers[i].tokens = 0;
   filling all = {.request = request, .layers = layers};
-  code = is_shared(client, request, layers) ? fetch_shared(client, request, layers, error)
-                                            : fill(client, &all, qkvi_fetch_request(client, request, false), error);
+  const bool shared = is_shared(client, request, layers);
+  if (!shared) code = check_memory(client, request, layers, error);
+  if (code != QKV_OK) return code;
+  code = shared ? fetch_shared(client, request, layers, error)
+                : fill(client, &all, qkvi_fetch_request(client, request, false), error);
   for (size_t i = 0; i < request->layer_count && code != QKV_OK; i++) layers[i].tokens = 0;
   return code;
 }

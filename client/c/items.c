@@ -106,13 +106,16 @@ static qkv_status put_tensor(qkv_client *client, uint32_t field, const char *nam
   const void *data = from->data;
   int64_t bytes = reach(&tensor);
   const qkvi_share *share = NULL;
-  bool strided = !as_it_lies && bytes <= 2 * dense_bytes;
+  const bool on_gpu = qkvi_is_on_gpu(client, from->data, (size_t)bytes);
+  bool strided = !as_it_lies && (on_gpu || bytes <= 2 * dense_bytes);
   if (!as_it_lies && !strided) {
     bytes = dense_bytes;
     data = pack(client, &tensor, bytes);
     if (data == NULL) return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "%s: no memory for its rows", name);
   }
   if (data == from->data) share = qkvi_share_of(client, data, (size_t)bytes);
+  if (on_gpu && share == NULL)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s reaches beyond the memory on the GPU that is lent", name);
   qkv_wire_writer *writer = client->writer;
   qkv_wire_begin(writer, field);
   qkv_wire_put_varint(writer, TENSOR_DTYPE, (uint64_t)tensor.dtype);

@@ -343,8 +343,32 @@ qkv_code qkv_client_attention_stats(qkv_client *client, const qkv_client_scope *
 // memory of this user, 0600. RESOURCE_EXHAUSTED: /dev/shm is full, or the daemon's limit-client-shm. On failure
 // *memory is NULL.
 qkv_code qkv_client_share(qkv_client *client, size_t bytes, void **memory, qkv_call_error *error);
-// Gives it back and clears *memory.
+// Gives it back and clears *memory; memory that was lent stays the caller's.
 void qkv_client_unshare(qkv_client *client, void **memory);
+
+// Memory of the caller's that the daemon opens, for the same: on the GPU that it uses, or a memfd with the seal
+// F_SEAL_SHRINK. It is named by a handle of cudaIpcGetMemHandle (`cuda_handle`), or by descriptors that are passed by
+// the daemon's --shm-listen: one of a memfd, or up to 64 of allocations of cuMemCreate, in their order.
+typedef struct qkv_client_lent {
+  void *data;                 // where the caller has it; on a GPU an address there, which is not read here
+  size_t bytes;               //
+  uint64_t offset;            // of `data` in the allocation of the handle, or in what the descriptors stand for
+  bool on_gpu;                // else a memfd
+  int64_t device_id;          // of the GPU, as the daemon counts
+  const void *cuda_handle;    // of 64 bytes; NULL: descriptors
+  const int *descriptors;     // duplicated here
+  size_t descriptor_count;    //
+  uint64_t descriptor_bytes;  // on a GPU, of the allocation behind each
+  const char *passing;        // with descriptors: the path of the daemon's socket for them
+} qkv_client_lent;
+
+// Lends it until qkv_client_unshare, given `data`, or qkv_client_close. What the caller's streams write there is done
+// before a call that names it. A tensor on a GPU, and memory for rows, lies in what is lent as a whole; in
+// qkv_client_fetch_into that goes for all parts and layers, where it does for one. After a failure of the GPU calls
+// that name it are UNAVAILABLE: unshare it and lend it again. INVALID_ARGUMENT: a field, or the daemon or its driver
+// refuses the memory. FAILED_PRECONDITION: the daemon uses no GPU. UNAVAILABLE: nobody is at `passing`. Others as of
+// qkv_client_share.
+qkv_code qkv_client_lend(qkv_client *client, const qkv_client_lent *memory, qkv_call_error *error);
 
 // ---- append, attend, decode ----
 

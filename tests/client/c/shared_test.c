@@ -1,10 +1,14 @@
 // Memory that the daemon maps: the same rows go in and come out as by the socket, and none of them crosses it.
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -258,11 +262,184 @@ static void who_may_not(void **state) {
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
+// ---- lent memory ----
+
+// A daemon whose GPU is the fake driver's, and that takes descriptors at `passing`.
+typedef struct lending {
+  char folder[128], kernels[160], passing[160], listen[176];
+  fixture_daemon *daemon;
+  qkv_client *client;
+} lending;
+
+static void start_lending(lending *with) {
+  fixture_make_directory(with->folder, sizeof with->folder);
+  (void)snprintf(with->kernels, sizeof with->kernels, "%s/kernels", with->folder);
+  (void)snprintf(with->passing, sizeof with->passing, "%s/shm.sock", with->folder);
+  (void)snprintf(with->listen, sizeof with->listen, "unix:%s", with->passing);
+  FILE *file = fopen(with->kernels, "w");
+  assert_non_null(file);
+  (void)fputs("the fake driver has its own", file);
+  (void)fclose(file);
+  assert_int_equal(setenv("LD_LIBRARY_PATH", FAKE_CUDA, 1), 0);
+  with->daemon = fixture_start((const char *[]){"--allow-client-shm", "--shm-listen", with->listen, "--gpu-memory",
+                                                "64MiB", "--gpu-kernels", with->kernels, NULL});
+  assert_int_equal(unsetenv("LD_LIBRARY_PATH"), 0);
+  with->client = connect_to(with->daemon->unix_address);
+  open_session(with->client, "s");
+}
+
+static void stop_lending(lending *with) {
+  qkv_client_close(&with->client);
+  assert_int_equal(fixture_stop(&with->daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+  fixture_remove_directory(with->folder);
+}
+
+static void *map(int fd, size_t bytes) {
+  void *seen = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  assert_ptr_not_equal(seen, MAP_FAILED);
+  return seen;
+}
+
+// Rows go from what the client calls `data`, which this process sees at `seen`, and come back there.
+static void cross(qkv_client *client, void *data, void *seen) {
+  const uint64_t in = moved_in(client), out = moved_out(client);
+  for (int i = 0; i < 2; i++) fill(place(seen, i), i);
+  append(client, "s", place(data, 0), place(data, 1));
+  assert_int_equal(moved_in(client) - in, 2 * BYTES);
+  fetch(client, "s", place(data, 2), place(data, 3));
+  assert_int_equal(moved_out(client) - out, 2 * BYTES);
+  assert_memory_equal(place(seen, 2), place(seen, 0), 2 * BYTES);
+}
+
+enum { LENT = 4 * BYTES, EACH = 1 << 16, PARTS = (LENT + EACH - 1) / EACH };
+
+static void a_memfd_is_lent(void **state) {
+  (void)state;
+  lending with = {0};
+  qkv_call_error error = {0};
+  start_lending(&with);
+  const int fd = memfd_create("lent", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  assert_int_equal(ftruncate(fd, LENT + 4096), 0);
+  uint8_t *seen = map(fd, LENT + 4096);
+  qkv_client_lent memory = {.data = seen + 4096,
+                            .bytes = LENT,
+                            .offset = 4096,
+                            .descriptors = &fd,
+                            .descriptor_count = 1,
+                            .passing = with.passing};
+  assert_int_equal(qkv_client_lend(with.client, &memory, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "F_SEAL_SHRINK"));
+  assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+  ok(qkv_client_lend(with.client, &memory, &error), &error);
+  cross(with.client, seen + 4096, seen + 4096);
+  void *gone = seen + 4096;
+  qkv_client_unshare(with.client, &gone);
+  assert_int_equal(metric(with.client, "qkvd_client_shm_regions"), 0);
+  memset(seen, 1, LENT + 4096);  // it is the caller's
+
+  memory.passing = "/no/such/socket";
+  assert_int_equal(qkv_client_lend(with.client, &memory, &error), QKV_UNAVAILABLE);
+  assert_non_null(strstr(error.text, "/no/such/socket"));
+  memory.passing = NULL;
+  assert_int_equal(qkv_client_lend(with.client, &memory, &error), QKV_INVALID_ARGUMENT);
+  memory.passing = with.passing;
+  memory.descriptor_count = 65;
+  assert_int_equal(qkv_client_lend(with.client, &memory, &error), QKV_INVALID_ARGUMENT);
+  memory.descriptor_count = 1;
+  memory.bytes = 0;
+  assert_int_equal(qkv_client_lend(with.client, &memory, &error), QKV_INVALID_ARGUMENT);
+  stop_lending(&with);
+  close(fd);
+  munmap(seen, LENT + 4096);
+}
+
+// Memory on the GPU is at an address that cannot be read here.
+static void memory_on_the_gpu_is_lent(void **state) {
+  (void)state;
+  lending with = {0};
+  qkv_call_error error = {0};
+  char key[64];
+  uint8_t handle[64] = "ekaf";
+  float own[ROW] = {0};
+  start_lending(&with);
+  (void)snprintf(key, sizeof key, "/qkv-lent-%d", (int)getpid());
+  memcpy(handle + 4, key, strlen(key));
+  const int fd = shm_open(key, O_CREAT | O_EXCL | O_RDWR, 0600);
+  assert_true(fd >= 0 && ftruncate(fd, LENT + 256) == 0);
+  uint8_t *seen = map(fd, LENT + 256);
+  uint8_t *there = mmap(NULL, LENT, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  assert_ptr_not_equal(there, MAP_FAILED);
+  qkv_client_lent memory = {
+      .data = there, .bytes = LENT, .offset = 256, .on_gpu = true, .cuda_handle = handle, .device_id = 7};
+  assert_int_equal(qkv_client_lend(with.client, &memory, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "region.device_id is 7"));
+  memory.device_id = 0;
+  ok(qkv_client_lend(with.client, &memory, &error), &error);
+  assert_int_equal(metric(with.client, "qkvd_client_shm_cuda_regions"), 1);
+  cross(with.client, there, seen + 256);
+
+  // What would have to be read or written here is refused.
+  const qkv_client_item reaches = {.session = "s", .q = tensor((const float *)(there + LENT - 4), 1)};
+  qkv_client_result result;
+  assert_int_equal(qkv_client_attend(with.client, &reaches, 1, &result, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "items[0].q reaches beyond"));
+  const uint32_t layer = 0;
+  qkv_client_layer_memory mixed = {.k = {.data = place(there, 0), .bytes = BYTES},
+                                   .v = {.data = own, .bytes = sizeof own}};
+  const qkv_client_fetch request = {.session = "s", .layers = &layer, .layer_count = 1};
+  assert_int_equal(qkv_client_fetch_into(with.client, &request, &mixed, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "layers[0] has memory on a GPU"));
+  void *gone = there;
+  qkv_client_unshare(with.client, &gone);
+  assert_int_equal(metric(with.client, "qkvd_client_shm_cuda_regions"), 0);
+  assert_int_equal(shm_unlink(key), 0);
+  stop_lending(&with);
+  close(fd);
+  munmap(seen, LENT + 256);
+  munmap(there, LENT);
+}
+
+static void allocations_of_a_gpu_are_lent(void **state) {
+  (void)state;
+  lending with = {0};
+  qkv_call_error error = {0};
+  int fds[PARTS];
+  start_lending(&with);
+  uint8_t *seen = mmap(NULL, PARTS * EACH, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  assert_ptr_not_equal(seen, MAP_FAILED);
+  for (size_t i = 0; i < PARTS; i++) {
+    fds[i] = memfd_create("part", MFD_CLOEXEC);
+    assert_true(fds[i] >= 0 && ftruncate(fds[i], EACH) == 0);
+    assert_ptr_not_equal(mmap(seen + i * EACH, EACH, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fds[i], 0),
+                         MAP_FAILED);
+  }
+  uint8_t *there = mmap(NULL, LENT, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  assert_ptr_not_equal(there, MAP_FAILED);
+  const qkv_client_lent memory = {.data = there,
+                                  .bytes = LENT,
+                                  .on_gpu = true,
+                                  .descriptors = fds,
+                                  .descriptor_count = PARTS,
+                                  .descriptor_bytes = EACH,
+                                  .passing = with.passing};
+  ok(qkv_client_lend(with.client, &memory, &error), &error);
+  for (size_t i = 0; i < PARTS; i++) close(fds[i]);
+  cross(with.client, there, seen);
+  stop_lending(&with);  // lent until it closes
+  munmap(seen, PARTS * EACH);
+  munmap(there, LENT);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(rows_cross_by_memory), cmocka_unit_test(layers_and_parts),
-      cmocka_unit_test(queries_and_gaps),     cmocka_unit_test(a_daemon_that_starts_anew_gets_to_know_it),
+      cmocka_unit_test(rows_cross_by_memory),
+      cmocka_unit_test(layers_and_parts),
+      cmocka_unit_test(queries_and_gaps),
+      cmocka_unit_test(a_daemon_that_starts_anew_gets_to_know_it),
       cmocka_unit_test(who_may_not),
+      cmocka_unit_test(a_memfd_is_lent),
+      cmocka_unit_test(memory_on_the_gpu_is_lent),
+      cmocka_unit_test(allocations_of_a_gpu_are_lent),
   };
   return cmocka_run_group_tests_name("client/c/shared", tests, NULL, NULL);
 }
