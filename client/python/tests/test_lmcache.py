@@ -144,6 +144,20 @@ def test_chunks_come_back_as_they_were(daemon, shape, dtype):
     again.close()
 
 
+def test_what_users_take_is_accounted(daemon):
+    """LMCache's quotas of users go by it: what is deleted is taken no more."""
+    made = adapter(daemon, bits="exact")
+    keys = [key("ours", cache_salt="alice"), key("theirs", cache_salt="bob")]
+    chunks = [chunk((8192,)), chunk((8192,))]
+    assert store(made, keys, chunks)
+    assert store(made, keys[:1], chunks[:1]), "to store a chunk again takes nothing"
+    assert dict(made.get_usage().bytes_by_cache_salt) == {"alice": 32768, "bob": 32768}
+    made.delete([*keys[:1], key("nobody's", cache_salt="bob")])
+    usage = made.get_usage()
+    assert (usage.total_bytes_used, dict(usage.bytes_by_cache_salt)) == (32768, {"bob": 32768})
+    made.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int64])
 def test_bytes_come_back_as_they_were(daemon, dtype):
     made = adapter(daemon, bits=4)

@@ -110,6 +110,9 @@ class QkvdL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stores: Tasks[L2StoreResult] = Tasks(self._pool, lambda items: L2StoreResult(False, 0))
         self._lookups: Tasks[Any] = Tasks(self._pool, Bitmap)
         self._loads: Tasks[Any] = Tasks(self._pool, Bitmap)
+        # Of chunks stored here, for LMCache's account of what each user's take. It keeps their keys itself as well.
+        self._sizes: dict[Any, int] = {}
+        self._sizes_lock = threading.Lock()
 
     def _name(self, key: Any) -> str:
         return self._chunks.name(key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
@@ -136,9 +139,12 @@ class QkvdL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             model = f"lmcache/{key.model_name}".replace("@", "-")[:80] + f":{key.kv_rank:x}:{key.object_group_id}"
             chunks.append((self._name(key), chunk.tensor, model))
         done = self._chunks.put_all(chunks)
-        kept = [(key, chunk.tensor.nbytes) for key, chunk, held in zip(keys, objects, done, strict=True) if held]
-        self._notify_keys_stored([key for key, _ in kept], [size for _, size in kept])
-        return L2StoreResult(all(done), sum(size for _, size in kept))
+        kept = {key: chunk.tensor.nbytes for key, chunk, held in zip(keys, objects, done, strict=True) if held}
+        with self._sizes_lock:
+            more = [size - self._sizes.get(key, 0) for key, size in kept.items()]
+            self._sizes.update(kept)
+        self._notify_keys_stored(list(kept), more)
+        return L2StoreResult(all(done), sum(kept.values()))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """The stores that have ended."""
@@ -176,9 +182,14 @@ class QkvdL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def delete(self, keys: list[Any]) -> None:
         """Drops chunks."""
         gone = self._chunks.delete([self._name(key) for key in keys])
-        # What they took is not known here, as another server may have stored them.
-        deleted = [key for key, was in zip(keys, gone, strict=True) if was]
-        self._notify_keys_deleted(deleted, [0] * len(deleted))
+        with self._sizes_lock:
+            # Those that the daemon has closed before are counted no more, those that another server stored never were.
+            sizes = {
+                key: self._sizes.pop(key, 0)
+                for key, was in zip(keys, gone, strict=True)
+                if was or key in self._sizes
+            }  # fmt: skip
+        self._notify_keys_deleted(list(sizes), list(sizes.values()))
 
     def report_status(self) -> dict[str, Any]:
         """Whether the daemon answers."""
