@@ -3,12 +3,16 @@
 #include <assert.h>
 #include <stdlib.h>
 
+enum { LARGEST_BITS = 44, PRIORITY_BITS = 20 };
+
 struct qkvi_hole {
   uint64_t at, bytes;
-  uint64_t largest;   // hole of the subtree
-  uint64_t priority;  // not below its children's
+  uint64_t largest : LARGEST_BITS;    // hole of the subtree
+  uint64_t priority : PRIORITY_BITS;  // not below its children's
   qkvi_hole *left, *right;
 };
+
+_Static_assert(sizeof(qkvi_hole) == 40, "with malloc's header 48 bytes");
 
 static uint64_t largest_of(const qkvi_hole *hole) {
   return hole == NULL ? 0 : hole->largest;
@@ -16,9 +20,11 @@ static uint64_t largest_of(const qkvi_hole *hole) {
 
 static void update(qkvi_hole *hole) {
   const uint64_t left = largest_of(hole->left), right = largest_of(hole->right);
-  hole->largest = hole->bytes;
-  if (left > hole->largest) hole->largest = left;
-  if (right > hole->largest) hole->largest = right;
+  uint64_t largest = hole->bytes;
+  if (left > largest) largest = left;
+  if (right > largest) largest = right;
+  assert(largest >> LARGEST_BITS == 0);
+  hole->largest = largest & (UINT64_MAX >> PRIORITY_BITS);
 }
 
 // All of `left` lie before all of `right`.
@@ -107,13 +113,14 @@ static uint64_t next_random(qkvi_holes *holes) {
   holes->random ^= holes->random << 13;
   holes->random ^= holes->random >> 7;
   holes->random ^= holes->random << 17;
-  return holes->random;
+  return holes->random >> LARGEST_BITS;
 }
 
 static qkvi_hole *make(qkvi_holes *holes, uint64_t at, uint64_t bytes) {
   qkvi_hole *hole = malloc(sizeof *hole);
   assert(hole != NULL);
-  *hole = (qkvi_hole){.at = at, .bytes = bytes, .largest = bytes, .priority = next_random(holes)};
+  *hole = (qkvi_hole){.at = at, .bytes = bytes, .priority = next_random(holes)};
+  update(hole);
   holes->count++;
   return hole;
 }

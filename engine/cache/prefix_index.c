@@ -237,7 +237,7 @@ static uint32_t take_holder(qkv_prefix_index *index) {
   }
   if (index->holders_touched == index->holders_max) {
     assert(index->holders_max < UINT32_MAX / 2);
-    index->holders_max = index->holders_max == 0 ? 64 : 2 * index->holders_max;
+    index->holders_max = index->holders_max == 0 ? 64 : index->holders_max + index->holders_max / 4;
     index->holders = realloc(index->holders, ((size_t)index->holders_max + 1) * sizeof *index->holders);
     if (index->holders == NULL) abort();
   }

@@ -112,11 +112,11 @@ static void rise(const qkv_recency *recency, order *in, uint32_t at) {
   set(recency, in, at, what);
 }
 
-// Memory for so many; what is not needed any more is given back in halves.
+// Memory for so many, a quarter more at a time; what is not needed any more is given back in halves.
 static void resize(order *in, uint32_t wanted) {
   enum { LEAST = 16 };
   uint32_t places = in->places < LEAST ? LEAST : in->places;
-  while (places < wanted) places *= 2;
+  while (places < wanted) places += places / 4;
   while (places > LEAST && wanted < places / 4) places /= 2;
   if (places == in->places) return;
   entry *entries = realloc(in->entries, places * sizeof *entries);
