@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "engine/codec/embedded_internal.h"
+#include "engine/kernel/encode_plain.h"
 #include "engine/kernel/plain.h"
 
 _Static_assert((int)QKV_SIMT_TIERS == QKV_TIER_MAX + 1 && (int)QKV_SIMT_DEPTHS == QKV_DEPTH_MAX + 1, "schedules");
@@ -51,14 +52,10 @@ static void fill_pairs(const qkv_coder *coder, qkv_simt_code *code) {
   code->apart = (uint16_t)(qkv_rope_second(rope, 0) - qkv_rope_first(rope, 0));
 }
 
-void qkv_device_fill_code(const qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to) {
+// What rows to be decoded and rows to be encoded need alike.
+static void fill_head(const qkv_coder *coder, uint16_t kv_head, qkv_part part, qkv_simt_code *code) {
   const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
-  const qkv_transform *transform = head->transforms[part];
-  const float *steps = steps_of(coder, kv_head, part);
-  const size_t dim = transform->schedule->dim, square = dim * dim * sizeof(float);
-  qkv_simt_code *code = to;
-  uint8_t *next = (uint8_t *)(code + 1);
-  memset(to, 0, qkv_device_code_bytes(coder, kv_head, part));
+  const size_t dim = head->transforms[part]->schedule->dim;
   code->dim = (uint16_t)dim;
   code->key_dim = coder->key_dim;
   code->value_dim = coder->value_dim;
@@ -66,8 +63,18 @@ void qkv_device_fill_code(const qkv_coder *coder, uint16_t kv_head, qkv_part par
   fill_pairs(coder, code);
   fill_signs(dim, code->signs);
   memcpy(code->reach, head->schedules[part]->reach, sizeof code->reach);
-  for (qkv_part each = QKV_K; each <= QKV_V; each++)
-    memcpy(code->bytes[each], head->schedules[each]->group_bytes, sizeof code->bytes[each]);
+  for (qkv_part of = QKV_K; of <= QKV_V; of++)
+    memcpy(code->bytes[of], head->schedules[of]->group_bytes, sizeof code->bytes[of]);
+}
+
+void qkv_device_fill_code(const qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to) {
+  const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[part];
+  const float *steps = steps_of(coder, kv_head, part);
+  const size_t dim = transform->schedule->dim, square = dim * dim * sizeof(float);
+  uint8_t *next = (uint8_t *)to + sizeof(qkv_simt_code);
+  qkv_simt_code *code = to;
+  memset(to, 0, qkv_device_code_bytes(coder, kv_head, part));
+  fill_head(coder, kv_head, part, code);
   if (transform->synthesis != NULL) {
     code->synthesis = (uint32_t)(next - (uint8_t *)to);
     memcpy(next, transform->synthesis, square);
@@ -78,6 +85,68 @@ void qkv_device_fill_code(const qkv_coder *coder, uint16_t kv_head, qkv_part par
     code->outlier_steps = (uint32_t)(next - (uint8_t *)to);
     memcpy(next, steps, dim * sizeof *steps);
   }
+}
+
+// ---- Encoding ----
+
+size_t qkv_device_encoder_bytes(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
+  const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[part];
+  const size_t dim = transform->schedule->dim;
+  size_t bytes = sizeof(qkv_simt_code);
+  if (transform->analysis != NULL) bytes += dim * dim * sizeof(int16_t) + 2 * dim * sizeof(float);
+  if (transform->weights != NULL) bytes += (4 + dim + dim / 4) * sizeof(float);
+  return (bytes + 15) / 16 * 16;
+}
+
+// By input, so that threads of neighbouring outputs read neighbouring words.
+static void fill_analysis(const qkv_transform *transform, int16_t *words) {
+  const qkv_dense *matrix = transform->forward;
+  const size_t dim = matrix->dim;
+  float *scales = (float *)(void *)(words + dim * dim);
+  assert(matrix->outputs == dim);
+  for (size_t output = 0; output < dim; output++) {
+    const int16_t *block = matrix->words + output / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS * dim;
+    for (size_t input = 0; input < dim; input++)
+      words[input * dim + output] =
+          block[(input / 2 * QKVI_DENSE_OUTPUTS + output % QKVI_DENSE_OUTPUTS) * 2 + input % 2];
+  }
+  memcpy(scales, matrix->scales, dim * sizeof *scales);
+  memcpy(scales + dim, transform->mean, dim * sizeof *scales);
+}
+
+// As weigh_coordinates of engine/kernel/encode_plain.h makes them.
+static void fill_weights(const qkv_transform *transform, unsigned tier, float *to) {
+  const size_t dim = transform->schedule->dim;
+  row_weights made;
+  weigh_coordinates(transform->schedule->reach[tier], transform->weights, &made);
+  to[0] = made.sum;
+  memcpy(to + 4, transform->weights, dim * sizeof *to);
+  memcpy(to + 4 + dim, made.fours, transform->schedule->reach[tier][1] / 4 * sizeof *to);
+}
+
+void qkv_device_fill_encoder(const qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to) {
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
+  const qkv_transform *transform = head->transforms[part];
+  const size_t dim = transform->schedule->dim;
+  uint8_t *next = (uint8_t *)to + sizeof(qkv_simt_code);
+  qkv_simt_code *code = to;
+  memset(to, 0, qkv_device_encoder_bytes(coder, kv_head, part));
+  fill_head(coder, kv_head, part, code);
+  if (transform->analysis != NULL) {
+    code->analysis = (uint32_t)(next - (uint8_t *)to);
+    fill_analysis(transform, (int16_t *)(void *)next);
+    next += dim * dim * sizeof(int16_t) + 2 * dim * sizeof(float);
+  }
+  if (transform->weights != NULL) {
+    code->weights = (uint32_t)(next - (uint8_t *)to);
+    fill_weights(transform, head->tiers[part], (float *)(void *)next);
+  }
+}
+
+uint32_t qkv_device_encode_flags(const qkv_coder *coder, qkv_part part) {
+  const qkv_frame frame = qkv_embedded(coder)->frame;
+  if (part == QKV_V || frame == QKV_FRAME_PLAIN) return 0;
+  return frame == QKV_FRAME_ATTEND ? QKV_SIMT_ROWS_FRAME : QKV_SIMT_ROWS_TURN;
 }
 
 // ---- Turns ----

@@ -21,6 +21,12 @@ bool qkv_device_takes_rows(const struct qkv_coder *coder);
 size_t qkv_device_code_bytes(const struct qkv_coder *coder, uint16_t kv_head, qkv_part part);
 void qkv_device_fill_code(const struct qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to);
 
+// The same to encode rows of the head at its tier: the analysis in place of the synthesis, and weights.
+size_t qkv_device_encoder_bytes(const struct qkv_coder *coder, uint16_t kv_head, qkv_part part);
+void qkv_device_fill_encoder(const struct qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to);
+// Flags of a job that encodes. Where they are not 0 it has turns and slots, those of rows before RoPE.
+uint32_t qkv_device_encode_flags(const struct qkv_coder *coder, qkv_part part);
+
 // What a head's keys turn by on their way to rows as attended, or to rows before RoPE: the flags of a job. 0:
 // nothing, and a job needs neither turns nor slots.
 uint32_t qkv_device_row_flags(const struct qkv_coder *coder, qkv_part part, bool before_rope);

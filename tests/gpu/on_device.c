@@ -6,7 +6,9 @@
 #include <time.h>
 
 #include "engine/cache/device_image.h"
+#include "engine/cache/device_rows.h"
 #include "engine/codec/codec.h"
+#include "engine/codec/embedded_internal.h"
 #include "engine/codec/page.h"
 #include "engine/kernel/simt/image.h"
 #include "storage/gpu/driver.h"
@@ -222,6 +224,9 @@ void launch_encode(const launch_encode_work *work) {
     jobs[i] = *job;
     jobs[i].rows = put(job->rows, job->tokens * job->stride);
     jobs[i].code = put(job->code, work->code_bytes[i]);
+    const size_t pairs = job->code->pairs;
+    if (job->turns != NULL) jobs[i].turns = put(job->turns, QKV_SIMT_ROW_TURNS * pairs * sizeof(float));
+    if (job->slots != NULL) jobs[i].slots = put(job->slots, 2 * QKV_PAGE_TOKENS * pairs * sizeof(float));
     if (at + encoded_bytes(job) > AREA_BYTES) exit(1);
     jobs[i].out = (qkv_simt_encoded *)(uintptr_t)(results_at + at);
     at += (encoded_bytes(job) + 15) / 16 * 16;
@@ -388,6 +393,116 @@ static void print_times(const qkv_simt_shape *shape, const qkv_simt_tables *tabl
   MUST(MemFree(t.to));
 }
 
+// ---- Times of rows ----
+//
+// 64 pages of 8 KV heads of 128, keys and values: to rows of fp16, and from such rows to codes.
+
+enum { ROW_PAGES = 64, ROW_JOBS = ROW_PAGES * TIMED_HEADS * 2, ROW_BYTES = 2 * TIMED_DIM };
+
+typedef struct timed_rows {
+  qkv_simt_decode_args decode;
+  qkv_simt_encode_args encode;
+} timed_rows;
+
+static void launch_timed_decode(const void *context) {
+  const timed_rows *t = context;
+  run("qkv_simt_decode_rows", QKV_SIMT_ROWS_SHARED_BYTES(TIMED_DIM), t->decode.count,
+      QKV_SIMT_ROWS_THREADS(TIMED_DIM), &t->decode, sizeof t->decode);
+}
+
+static void launch_timed_encode(const void *context) {
+  const timed_rows *t = context;
+  run("qkv_simt_encode_rows", QKV_SIMT_ENCODE_SHARED_BYTES(TIMED_DIM), t->encode.count,
+      QKV_SIMT_ROWS_THREADS(TIMED_DIM), &t->encode, sizeof t->encode);
+}
+
+// Codes of the coder's heads, of both parts.
+static const void *put_codes(const qkv_coder *coder, uint16_t head, qkv_part part, bool encodes) {
+  const size_t bytes =
+      encodes ? qkv_device_encoder_bytes(coder, head, part) : qkv_device_code_bytes(coder, head, part);
+  void *code = aligned_alloc(16, bytes);
+  if (code == NULL) exit(1);
+  if (encodes)
+    qkv_device_fill_encoder(coder, head, part, code);
+  else
+    qkv_device_fill_code(coder, head, part, code);
+  const void *at = put(code, bytes);
+  free(code);
+  return at;
+}
+
+static void make_timed_rows(timed_rows *t, const qkv_coder *coder, size_t jobs, qkv_cuda_memory rows) {
+  static qkv_simt_decode decode[ROW_JOBS];
+  static qkv_simt_encode encode[ROW_JOBS];
+  static qkv_simt_encode_tables tables;
+  const qkv_head_coder *heads = qkv_embedded(coder)->heads;
+  const size_t stride = (size_t)TIMED_HEADS * ROW_BYTES, page_rows = QKV_PAGE_TOKENS * stride;
+  float *numbers = random_floats(1, (size_t)QKV_PAGE_TOKENS * TIMED_HEADS * TIMED_DIM);
+  uint8_t *image = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
+  if (image == NULL) exit(1);
+  (void)coder->codec->encode(coder, 0, QKV_PAGE_TOKENS, QKV_FP32, numbers, numbers, NULL, image);
+  filled = 0;
+  qkv_simt_encode_tables_fill(&tables);
+  const void *page = put(image, ((const qkv_page_header *)(const void *)image)->bytes);
+  const void *tables_at = put(&tables, sizeof tables);
+  for (size_t i = 0; i < jobs; i++) {
+    const uint16_t head = (uint16_t)(i / 2 % TIMED_HEADS);
+    const qkv_part part = (qkv_part)(i % 2);
+    uint8_t *at =
+        (uint8_t *)(uintptr_t)(rows + i / 2 / TIMED_HEADS * 2 * page_rows + part * page_rows + head * ROW_BYTES);
+    const void *code = i < 2 * TIMED_HEADS ? put_codes(coder, head, part, false) : decode[i % (2 * TIMED_HEADS)].code;
+    const void *encoder =
+        i < 2 * TIMED_HEADS ? put_codes(coder, head, part, true) : encode[i % (2 * TIMED_HEADS)].code;
+    decode[i] = (qkv_simt_decode){.page = page,
+                                  .code = code,
+                                  .out = at,
+                                  .stride = stride,
+                                  .kv_head = head,
+                                  .part = part,
+                                  .end = QKV_PAGE_TOKENS,
+                                  .dtype = QKV_FP16};
+    encode[i] = (qkv_simt_encode){.rows = at,
+                                  .stride = stride,
+                                  .code = encoder,
+                                  .tokens = QKV_PAGE_TOKENS,
+                                  .tier = heads[head].tiers[part],
+                                  .part = part,
+                                  .dtype = QKV_FP16};
+    const size_t coded = sizeof(qkv_simt_encoded) + QKV_PAGE_TOKENS * TIMED_DIM;
+    encode[i].out = i < 64 ? put(NULL, coded) : encode[i % 64].out;
+  }
+  t->decode = (qkv_simt_decode_args){
+      .jobs = put(decode, jobs * sizeof *decode), .tables = tables_at, .count = (uint32_t)jobs};
+  t->encode = (qkv_simt_encode_args){
+      .jobs = put(encode, jobs * sizeof *encode), .tables = tables_at, .count = (uint32_t)jobs};
+  MUST(MemcpyHtoDAsync(area, copy, filled, stream));
+  wait();
+  free(image);
+  free(numbers);
+}
+
+// Bytes of the rows, and of a copy as large.
+static void print_row_times(double bits, bool calibrated, size_t pages) {
+  naive_random random = {1};
+  const size_t jobs = pages * TIMED_HEADS * 2, bytes = jobs * QKV_PAGE_TOKENS * ROW_BYTES;
+  timed_rows t;
+  timed c = {.bytes = bytes};
+  qkv_coder *coder =
+      calibrated ? coder_create_dense(&random, TIMED_HEADS, TIMED_DIM, TIMED_DIM, bits, bits, QKV_FRAME_PLAIN, NULL)
+                 : coder_create(TIMED_HEADS, TIMED_DIM, TIMED_DIM, bits, bits, QKV_FRAME_PLAIN, NULL);
+  MUST(MemAlloc(&c.from, bytes));
+  MUST(MemAlloc(&c.to, bytes));
+  make_timed_rows(&t, coder, jobs, c.from);
+  const double decode = time_launches(launch_timed_decode, &t), encode = time_launches(launch_timed_encode, &t);
+  const double copied = 2 * (double)bytes / time_launches(launch_copy, &c) / 1000;
+  const char *kind = calibrated ? "calibrated" : "data-free";
+  printf("decode_rows %s,%g,%zu,%.1f,%.0f,%.0f\n", kind, bits, bytes, decode, (double)bytes / decode / 1000, copied);
+  printf("encode_rows %s,%g,%zu,%.1f,%.0f,%.0f\n", kind, bits, bytes, encode, (double)bytes / encode / 1000, copied);
+  MUST(MemFree(c.from));
+  MUST(MemFree(c.to));
+  coder_destroy(coder);
+}
+
 int launch_end(void) {
   qkv_simt_tables tables;
   const char *times = getenv("QKV_ON_DEVICE_TIMES");
@@ -409,5 +524,9 @@ int launch_end(void) {
     uint8_t *pages = make_expanded_pages(expanded[i], &bytes);
     print_times(qkv_simt_shape_calibrated(TIMED_DIM), &tables, expanded[i], pages, bytes, ranges);
   }
+  const size_t pages = (size_t)ROW_PAGES / TIMED_RANGES * ranges;
+  print_row_times(2, false, pages);
+  print_row_times(4, false, pages);
+  print_row_times(4, true, pages);
   return 0;
 }

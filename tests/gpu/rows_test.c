@@ -12,6 +12,7 @@
 #include "engine/cache/device_rows.h"
 #include "engine/codec/codec.h"
 #include "engine/codec/embedded_internal.h"
+#include "engine/codec/row.h"
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/simt/operands.h"
 #include "tests/engine/codec/coder.h"
@@ -43,7 +44,7 @@ static uint64_t first_seed;
 
 static struct {
   size_t rows, kept, chains, segments, anchors, factors, depths[QKV_DEPTH_MAX + 1], encoded, zero,
-      coded[QKV_DEPTH_MAX + 1];
+      coded[QKV_DEPTH_MAX + 1], turned, framed;
 } met;
 
 static void *allocate(size_t bytes) {
@@ -387,6 +388,124 @@ static void test_encode(void **unused) {
   }
 }
 
+// Rows by way of a frame, a calibrated transform and its weights, as the codec does it
+// (engine/codec/embedded_encode.c).
+static void expect_turned(const qkv_coder *coder, const rows_case *c, uint16_t h, qkv_part part, const qkv_rows *rows,
+                          qkv_simt_encoded *out) {
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[h];
+  const qkv_transform *transform = head->transforms[part];
+  const qkv_phases *phases = qkv_embedded(coder)->phases;
+  const size_t dim = transform->schedule->dim, bits = transform->schedule->reach[head->tiers[part]][1];
+  float *turned = allocate(QKV_PAGE_TOKENS * dim * sizeof *turned);
+  memset(turned, 0, QKV_PAGE_TOKENS * dim * sizeof *turned);
+  memset(out->squares, 0, sizeof out->squares);
+  qkv_kernels_get()->load_rows(rows, c->tokens, dim, turned, out->squares);
+  if (part == QKV_K && c->frame == QKV_FRAME_ARCHIVE) qkv_phases_inverse(phases, c->position, c->tokens, dim, turned);
+  if (part == QKV_K && c->frame == QKV_FRAME_ATTEND)
+    qkv_phases_to_page(phases, transform, c->position, c->tokens, turned);
+  qkv_transform_forward(transform, turned, c->tokens, dim);
+  qkv_kernels_get()->encode(part, transform->schedule, head->tiers[part], transform->weights, turned, out->gains,
+                            (uint8_t *)(out + 1), out->errors);
+  for (size_t t = 0; bits < dim && t < QKV_PAGE_TOKENS; t++)
+    out->errors[t] += (float)qkvi_row_error(
+        turned + t * dim + bits, NULL, transform->weights != NULL ? transform->weights + bits : NULL, dim - bits);
+  free(turned);
+}
+
+static void compare_encoded(const rows_case *c, const qkv_simt_encode *job, const qkv_simt_encoded *made,
+                            const qkv_simt_encoded *expected, size_t bytes) {
+  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    if (made->gains[t] == expected->gains[t] && made->errors[t] == expected->errors[t] &&
+        made->squares[t] == expected->squares[t])
+      continue;
+    fail_msg("seed %llu, part %u, token %zu: gain %u, %u expected; error %a, %a expected; square %a, %a expected",
+             (unsigned long long)c->seed, job->part, t, made->gains[t], expected->gains[t], (double)made->errors[t],
+             (double)expected->errors[t], (double)made->squares[t], (double)expected->squares[t]);
+  }
+  if (memcmp(made + 1, expected + 1, bytes) != 0)
+    fail_msg("seed %llu, part %u: other codes", (unsigned long long)c->seed, job->part);
+}
+
+static void check_encode_part(const rows_case *c, const qkv_coder *coder, uint16_t h, qkv_part part,
+                              naive_random *random) {
+  static const qkv_dtype dtypes[] = {QKV_FP32, QKV_FP16, QKV_BF16};
+  const qkv_head_coder *head = &qkv_embedded(coder)->heads[h];
+  const uint16_t dim = qkvi_coder_dim(coder, part);
+  const qkv_dtype dtype = dtypes[naive_below(random, 3)];
+  const encode_case as = {.dim = dim, .tokens = c->tokens, .dtype = dtype};
+  const size_t row_bytes = dim * qkv_dtype_size(dtype), stride = row_bytes + 16 * naive_below(random, 3);
+  uint8_t *source = make_source(&as, random, stride);
+  const size_t bytes = QKV_PAGE_GROUPS * qkv_schedule_group_bytes(head->schedules[part], head->tiers[part]);
+  const size_t code_bytes = qkv_device_encoder_bytes(coder, h, part);
+  void *code = allocate(code_bytes);
+  qkv_simt_encoded *made = allocate(sizeof *made + bytes), *expected = allocate(sizeof *made + bytes);
+  float *turns = allocate(qkv_device_turn_floats(coder) * sizeof *turns + 4);
+  float *slots = allocate(qkv_device_slot_floats(coder) * sizeof *slots + 4);
+  const uint32_t flags = qkv_device_encode_flags(coder, part);
+  qkv_device_fill_encoder(coder, h, part, code);
+  if (flags != 0) qkv_device_fill_turns(coder, h, c->position, true, turns);
+  if (flags != 0) qkv_device_fill_slots(coder, c->position, slots);
+  const qkv_simt_encode job = {.rows = source,
+                               .stride = stride,
+                               .code = code,
+                               .turns = flags != 0 ? turns : NULL,
+                               .slots = flags != 0 ? slots : NULL,
+                               .out = made,
+                               .tokens = c->tokens,
+                               .tier = head->tiers[part],
+                               .part = part,
+                               .dtype = dtype,
+                               .flags = flags};
+  launch_encode(&(launch_encode_work){.jobs = &job,
+                                      .code_bytes = &code_bytes,
+                                      .tables = &encode_tables,
+                                      .count = 1,
+                                      .dim = dim,
+                                      .order = c->seed % 8});
+  memset((void *)(expected + 1), 0, bytes);
+  expect_turned(coder, c, h, part, &(qkv_rows){.dtype = dtype, .data = source, .stride = stride, .bytes = row_bytes},
+                expected);
+  compare_encoded(c, &job, made, expected, bytes);
+  met.turned += c->tokens;
+  met.framed += flags != 0 ? c->tokens : 0;
+  free(source);
+  free(code);
+  free(made);
+  free(expected);
+  free(turns);
+  free(slots);
+}
+
+// Calibrated code in all frames, with schedules of any kind, and data-free code in frames.
+static void test_encode_turned(void **unused) {
+  (void)unused;
+  static const qkv_rope_scaling scalings[] = {QKV_ROPE_NONE, QKV_ROPE_YARN, QKV_ROPE_DYNAMIC};
+  for (unsigned i = 0; i < 48; i += EVERY) {
+    naive_random random = {2600 + i};
+    const qkv_frame frame = (qkv_frame)(i % 3);
+    const rows_case c = {.key_dim = i % 4 == 0   ? 128
+                                    : i % 8 == 1 ? 72
+                                                 : 64,
+                         .value_dim = i % 5 == 0 ? 40 : 64,
+                         .bits_k = 1 + i % 5,
+                         .bits_v = (1 + i / 3 % 10) / 2.0,
+                         .frame = frame,
+                         .calibrated = frame == QKV_FRAME_PLAIN || i % 7 != 6,
+                         .turns = frame != QKV_FRAME_PLAIN || i % 2 == 0,
+                         .interleaved = i % 11 < 4,
+                         .scaling = scalings[i / 6 % 3],
+                         .tokens = tokens_of(&random),
+                         .position = naive_below(&random, 3) == 0 ? naive_below(&random, 1u << 20) : 64 * (i % 16),
+                         .seed = 2600 + i};
+    qkv_coder *coder = make_coder(&c, &random);
+    for (uint16_t h = 0; h < HEADS; h++) {
+      if (c.calibrated || frame != QKV_FRAME_PLAIN) check_encode_part(&c, coder, h, QKV_K, &random);
+      if (c.calibrated) check_encode_part(&c, coder, h, QKV_V, &random);
+    }
+    coder_destroy(coder);
+  }
+}
+
 static void test_met(void **unused) {
   (void)unused;
   print_message(
@@ -396,6 +515,9 @@ static void test_met(void **unused) {
   for (unsigned d = 0; d <= QKV_DEPTH_MAX; d++) assert_true(met.depths[d] > 0);
   print_message("%zu rows coded, %zu of them as zeros\n", met.encoded, met.zero);
   assert_true(met.encoded > met.zero && met.zero > 0);
+  print_message("%zu rows coded by calibrated transforms or in frames, %zu of them in frames\n", met.turned,
+                met.framed);
+  assert_true(met.turned > met.framed && met.framed > 0);
   for (unsigned d = 1; d <= QKV_DEPTH_MAX; d++) assert_true(met.coded[d] > 0);
 }
 
@@ -405,8 +527,8 @@ int main(int argc, char **argv) {
   qkv_simt_row_tables_fill(&tables);
   qkv_simt_encode_tables_fill(&encode_tables);
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_data_free), cmocka_unit_test(test_predictions), cmocka_unit_test(test_calibrated),
-      cmocka_unit_test(test_encode),    cmocka_unit_test(test_met),
+      cmocka_unit_test(test_data_free), cmocka_unit_test(test_predictions),   cmocka_unit_test(test_calibrated),
+      cmocka_unit_test(test_encode),    cmocka_unit_test(test_encode_turned), cmocka_unit_test(test_met),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);
   return failed != 0 ? failed : launch_end();

@@ -9,6 +9,10 @@
 #define FOURS 4u
 #define SHALLOW_DEPTH 4u  // bits of a coordinate whose t is a whole number
 #define FULL_DEPTH 8u
+// engine/kernel/dense.h, integer.h
+#define DENSE_ROW_LENGTH 32600.0f
+#define DENSE_SQUARE_LEAST 1e-30f
+#define WHOLE_MAGIC 12582912.0f
 
 // What is known of the tokens.
 typedef struct token_states {
@@ -18,7 +22,7 @@ typedef struct token_states {
   float most[TILE_TOKENS];
   uint32_t zero[TILE_TOKENS];
   uint32_t gains[TILE_TOKENS], best[TILE_TOKENS];
-  uint32_t unused[TILE_TOKENS];
+  float scale[TILE_TOKENS];  // of whole numbers that the analysis takes
 } token_states;
 
 // In shared memory.
@@ -27,6 +31,8 @@ typedef struct encoding {
   float *sums;  // [4][SUM_LANES][TILE_TOKENS]
   token_states *states;
   float *tile;
+  const float *weights, *fours;  // NULL: all are 1
+  float weight;                  // the sum of those of coordinates that have bits
 } encoding;
 
 // ---- Rows ----
@@ -84,6 +90,115 @@ SIMT_INLINE float squares_of(const float *tile, unsigned lane, unsigned token, u
   return sum;
 }
 
+// ---- To code space ----
+
+// Whether rows are not those of data-free code in the plain frame.
+SIMT_INLINE bool is_turned(const qkv_simt_encode *job) {
+  return job->code->analysis != 0 || job->flags != 0;
+}
+
+// Squared lengths, as qkvi_row_dot adds them up (engine/codec/row.h).
+SIMT_INLINE void measure_rows(const qkv_simt_encode *job, const encoding *e) {
+  for (unsigned i = simt_thread(); i < SUM_LANES * TILE_TOKENS; i += simt_threads()) {
+    const unsigned lane = i / TILE_TOKENS, token = i % TILE_TOKENS;
+    *lane_sum(e, 0, lane, token) = squares_of(e->tile, lane, token, 0, job->code->dim);
+  }
+  simt_sync_block();
+  for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {
+    float quad[4];
+    SIMT_UNROLL
+    for (unsigned i = 0; i < 4; i++)
+      quad[i] = (*lane_sum(e, 0, i, t) + *lane_sum(e, 0, 4 + i, t)) +
+                (*lane_sum(e, 0, 8 + i, t) + *lane_sum(e, 0, 12 + i, t));
+    job->out->squares[t] = (quad[0] + quad[1]) + (quad[2] + quad[3]);
+  }
+  simt_sync_block();
+}
+
+// Keys to the attend frame, less the rotating anchor, or to before RoPE (engine/codec/phases.c).
+SIMT_INLINE void turn_to_frame(const qkv_simt_encode *job, float *tile) {
+  const qkv_simt_code *code = job->code;
+  const unsigned pairs = code->pairs;
+  const bool framed = (job->flags & QKV_SIMT_ROWS_FRAME) != 0;
+  for (unsigned i = simt_thread(); i < pairs * TILE_TOKENS; i += simt_threads()) {
+    const unsigned pair = i / TILE_TOKENS;
+    if (i % TILE_TOKENS >= job->tokens) continue;
+    const float *turns = job->turns + pair, slot_c = job->slots[i], slot_s = job->slots[pairs * TILE_TOKENS + i];
+    float *first = tile + pair * code->step * TILE_STRIDE + i % TILE_TOKENS,
+          *second = first + code->apart * TILE_STRIDE;
+    const float a = *first, b = *second;
+    if (framed) {
+      const float c = turns[0], s = turns[pairs], x = turns[2 * pairs], y = turns[3 * pairs];
+      *first = a * c + b * s - (x * slot_c - y * slot_s);
+      *second = b * c - a * s - (x * slot_s + y * slot_c);
+    } else {
+      const float centre_c = turns[4 * pairs], centre_s = turns[5 * pairs];
+      const float c = centre_c * slot_c - centre_s * slot_s, s = -(centre_c * slot_s + centre_s * slot_c);
+      *first = a * c - b * s;
+      *second = a * s + b * c;
+    }
+  }
+  simt_sync_block();
+}
+
+// Rows less the mean become whole numbers in the tile, and states->scale (engine/kernel/dense_plain.h).
+SIMT_INLINE void make_whole(const qkv_simt_code *code, const float *mean, const encoding *e) {
+  for (unsigned i = simt_thread(); i < code->dim * TILE_TOKENS; i += simt_threads())
+    e->tile[i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS] -= mean[i / TILE_TOKENS];
+  simt_sync_block();
+  for (unsigned i = simt_thread(); i < SUM_LANES * TILE_TOKENS; i += simt_threads()) {
+    const unsigned lane = i / TILE_TOKENS, token = i % TILE_TOKENS;
+    *lane_sum(e, 0, lane, token) = squares_of(e->tile, lane, token, 0, code->dim);
+  }
+  simt_sync_block();
+  for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {
+    const float squares = sum_of(e, 0, t), length = simt_root(squares);
+    const bool none = squares < DENSE_SQUARE_LEAST;
+    e->states->scale[t] = none ? 0 : length / DENSE_ROW_LENGTH;
+    e->states->unit[t] = none ? 0 : DENSE_ROW_LENGTH / length;
+  }
+  simt_sync_block();
+  for (unsigned i = simt_thread(); i < code->dim * TILE_TOKENS; i += simt_threads()) {
+    float *number = e->tile + i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS;
+    const float factor = e->states->unit[i % TILE_TOKENS], sum = *number * factor + WHOLE_MAGIC;
+    *number = simt_float(factor == 0 ? 0 : (uint32_t)(int32_t)(int16_t)(uint16_t)simt_bits(sum));
+  }
+  simt_sync_block();
+}
+
+// The analysis of whole numbers. A thread has a coordinate; tokens beyond the last are zeros.
+SIMT_INLINE void analyse(const qkv_simt_encode *job, const encoding *e) {
+  const qkv_simt_code *code = job->code;
+  const unsigned dim = code->dim, c = simt_thread();
+  const int16_t *words = (const int16_t *)(const void *)((const uint8_t *)code + code->analysis);
+  const float *scales = (const float *)(const void *)(words + dim * dim);
+  make_whole(code, scales + dim, e);
+  for (unsigned g = 0; g < TILE_GROUPS; g++) {
+    float *at = e->tile + g * TILE_GROUP_TOKENS;
+    int32_t sums[TILE_GROUP_TOKENS];
+    SIMT_UNROLL
+    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) sums[t] = 0;
+    for (unsigned j = 0; c < dim && j < dim; j++) {
+      const int32_t factor = words[j * dim + c];
+      SIMT_UNROLL
+      for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
+        if (t % 4 != 0) continue;
+        const simt_quad four = simt_load_quad(at + j * TILE_STRIDE + t);
+        SIMT_UNROLL
+        for (unsigned i = 0; i < 4; i++) sums[t + i] += factor * (int32_t)four.words[i];
+      }
+    }
+    simt_sync_block();  // all have read the group
+    SIMT_UNROLL
+    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
+      const unsigned token = g * TILE_GROUP_TOKENS + t;
+      if (c < dim)
+        at[c * TILE_STRIDE + t] = token < job->tokens ? (float)sums[t] * (scales[c] * e->states->scale[token]) : 0;
+    }
+  }
+  simt_sync_block();
+}
+
 // ---- Gains ----
 
 SIMT_INLINE uint32_t clamped_gain(int32_t gain) {
@@ -109,26 +224,53 @@ SIMT_INLINE uint32_t nearest_gain_of_square(const qkv_simt_encode_tables *tables
   return clamped_gain(gain);
 }
 
-// Each token's scale, and the squares that the host gets.
+// Of coordinates that have bits, weighted.
+SIMT_INLINE float weighted_squares(const encoding *e, unsigned coded, unsigned lane, unsigned token) {
+  float sum = 0;
+  for (unsigned c = lane; c < coded; c += SUM_LANES) {
+    const float x = e->tile[c * TILE_STRIDE + token];
+    sum += e->fours[c / FOURS] * x * x;
+  }
+  return sum;
+}
+
+// Of coordinates without bits: qkvi_row_error (engine/codec/row.h).
+SIMT_INLINE float rest_of(const encoding *e, unsigned coded, unsigned dim, unsigned token) {
+  double lanes[8];
+  SIMT_UNROLL
+  for (unsigned i = 0; i < 8; i++) lanes[i] = 0;
+  for (unsigned c = coded; c < dim; c += 8) {
+    SIMT_UNROLL
+    for (unsigned i = 0; i < 8; i++) {
+      const float x = e->tile[(c + i) * TILE_STRIDE + token];
+      lanes[i] += (double)(x * x * (e->weights != NULL ? e->weights[c + i] : 1));
+    }
+  }
+  return (float)(((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7])));
+}
+
+// Each token's scale, and of rows that are not turned the squares that the host gets.
 SIMT_INLINE void choose_scales(const qkv_simt_encode *job, const encoding *e) {
   const unsigned dim = job->code->dim, coded = job->code->reach[job->tier][1];
+  const bool turned = is_turned(job);
   for (unsigned i = simt_thread(); i < SUM_LANES * TILE_TOKENS; i += simt_threads()) {
     const unsigned lane = i / TILE_TOKENS, token = i % TILE_TOKENS;
-    *lane_sum(e, 0, lane, token) = squares_of(e->tile, lane, token, 0, coded);
+    *lane_sum(e, 0, lane, token) =
+        e->fours != NULL ? weighted_squares(e, coded, lane, token) : squares_of(e->tile, lane, token, 0, coded);
     *lane_sum(e, 1, lane, token) = squares_of(e->tile, lane, token, 0, dim);
     *lane_sum(e, 2, lane, token) = squares_of(e->tile, lane, token, coded, dim);
   }
   simt_sync_block();
   for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {
     const float squares = sum_of(e, 0, t), least = e->tables->rows.gains[1] / 2;
-    const float mean = squares / (coded > 0 ? (float)coded : 1.0f);
+    const float mean = squares / (e->weight > 0 ? e->weight : 1.0f);
     const float value = e->tables->rows.gains[nearest_gain_of_square(e->tables, mean)];
     e->states->squares[t] = squares;
     e->states->zero[t] = mean < least * least;
     e->states->inverse[t] = 64 / value;
     e->states->unit[t] = value / 64;
-    e->states->rest[t] = sum_of(e, 2, t);
-    job->out->squares[t] = sum_of(e, 1, t);
+    e->states->rest[t] = turned ? rest_of(e, coded, dim, t) : sum_of(e, 2, t);
+    if (!turned) job->out->squares[t] = sum_of(e, 1, t);
   }
   simt_sync_block();
 }
@@ -181,16 +323,18 @@ SIMT_INLINE void try_scale(const uint16_t *reach, const encoding *e, unsigned sc
       tk += t * k;
       kk += k * k;
     }
-    a += (float)tk;
-    b += (float)kk;
+    const float weight = e->fours != NULL ? e->fours[four] : 1;
+    a += weight * (float)tk;
+    b += weight * (float)kk;
   }
   for (unsigned c = lane; c < shallow; c += SUM_LANES) {
     const float x = numbers[c * TILE_STRIDE];
     const unsigned depth = depth_of(reach, c), code = code_of(e->tables, true, scale, x, inverse);
     const float value = e->tables->rows.values[(1u << depth) - 2 + (code >> (FULL_DEPTH - depth))];
     const float k = simt_float(simt_bits(value) & 0x7fffffff) * e->tables->inverse_step;
-    deep_a += k * simt_float(simt_bits(x * inverse) & 0x7fffffff);
-    deep_b += k * k;
+    const float weighted = e->fours != NULL ? e->fours[c / FOURS] * k : k;
+    deep_a += weighted * simt_float(simt_bits(x * inverse) & 0x7fffffff);
+    deep_b += weighted * k;
   }
   *lane_sum(e, 0, lane, token) = a;
   *lane_sum(e, 1, lane, token) = b;
@@ -319,10 +463,20 @@ SIMT_KERNEL(qkv_simt_encode_rows, qkv_simt_encode_args, ENCODE_THREADS_MAX, 1) {
   e.sums = (float *)(void *)(shared + sizeof *e.tables);
   e.states = (token_states *)(void *)(shared + sizeof *e.tables + QKV_SIMT_ENCODE_SUM_BYTES);
   e.tile = (float *)(void *)(e.states + 1);
+  const float *weights = (const float *)(const void *)((const uint8_t *)job->code + job->code->weights);
+  e.weights = job->code->weights != 0 ? weights + 4 : NULL;
+  e.fours = job->code->weights != 0 ? weights + 4 + job->code->dim : NULL;
+  e.weight = job->code->weights != 0 ? weights[0] : (float)job->code->reach[job->tier][1];
   tile_take_tables(args->tables, sizeof *e.tables / 4);
   take_rows(job, e.tile);
-  tile_flip_signs(job->code, e.tile);
-  tile_transform(e.tile, job->code->dim);
+  if (is_turned(job)) measure_rows(job, &e);
+  if (job->flags != 0) turn_to_frame(job, e.tile);
+  if (job->code->analysis != 0) {
+    analyse(job, &e);
+  } else {
+    tile_flip_signs(job->code, e.tile);
+    tile_transform(e.tile, job->code->dim);
+  }
   choose_scales(job, &e);
   choose_codes(job, &e);
   write_codes(job, &e);

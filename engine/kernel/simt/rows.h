@@ -31,10 +31,14 @@ typedef struct qkv_simt_code {
   uint16_t unused;
   uint32_t synthesis;      // offset of f32 [dim][dim], then f32 mean [dim]; 0: Hadamard
   uint32_t outlier_steps;  // offset of f32 [dim], of values; 0: all are 1
-  uint32_t signs[32];      // of Hadamard: bit i of word w is coordinate 32 w + i, 1 for minus
+  // Of rows that are encoded. Offset of the analysis in whole numbers (kernel/dense.h), i16 [input][output], then f32
+  // scales [dim] and mean [dim]; 0: Hadamard. Offset of f32 [4], the sum of the weights of coordinates that have
+  // bits, then weights [dim] and their means of fours [dim / 4]; 0: all are 1.
+  uint32_t analysis, weights;
+  uint32_t signs[32];  // of Hadamard: bit i of word w is coordinate 32 w + i, 1 for minus
   uint16_t reach[QKV_SIMT_TIERS][QKV_SIMT_DEPTHS];  // engine/codec/schedule.h
   uint16_t bytes[2][QKV_SIMT_TIERS];                // of a group of keys, of values, by tier
-  uint16_t unused_too[9];
+  uint16_t unused_too[13];
 } qkv_simt_code;
 
 // What keys of a page turn by, f32 [QKV_SIMT_ROW_TURNS][pairs]: cosines and sines of its frame and the rotating
@@ -70,8 +74,9 @@ typedef struct qkv_simt_decode_args {
 
 // ---- Rows to codes ----
 //
-// What the CPU's encode_rows (engine/kernel/kernel.h) makes of the rows of one head's keys or values: those of a
-// data-free code, of any schedule. Outlier rows, anchors and the page's image are the host's.
+// Gains, codes and errors of one head's keys or values, of any schedule: for data-free code in the plain frame those
+// of the CPU's encode_rows (engine/kernel/kernel.h), otherwise those that it makes by way of the frame, the transform
+// and encode. Which rows are outliers, anchors and the page's image are the host's.
 
 enum {
   QKV_SIMT_ENCODE_DIM_MAX = 512,
@@ -92,6 +97,7 @@ typedef struct qkv_simt_encode_tables {
 } qkv_simt_encode_tables;
 
 // A result: this, then the codes of four groups, one after the other. 16-byte aligned.
+// Squares: lengths of rows, as they were given, or, of data-free code in the plain frame, once they are transformed.
 typedef struct qkv_simt_encoded {
   float errors[64], squares[64];
   uint8_t gains[64];
@@ -101,9 +107,12 @@ typedef struct qkv_simt_encode {
   const uint8_t *rows;        // that of token 0
   uint64_t stride;            // bytes from a row to the next
   const qkv_simt_code *code;  // of the part
+  const float *turns;         // of keys in a frame; those of rows before RoPE
+  const float *slots;         // the same
   qkv_simt_encoded *out;
   uint32_t tokens, tier;  // tier: at least 1
   uint32_t part, dtype;   // qkv_part, qkv_dtype
+  uint32_t flags;         // QKV_SIMT_ROWS_FRAME: to the attend frame; QKV_SIMT_ROWS_TURN: to before RoPE
 } qkv_simt_encode;
 
 // Of the kernel qkv_simt_encode_rows: a block for each job, of QKV_SIMT_ROWS_THREADS(the widest job's dim) threads.

@@ -98,6 +98,10 @@ SIMT_INLINE float simt_float(uint32_t bits) {
 SIMT_INLINE float simt_larger(float a, float b) {
   return fmaxf(a, b);
 }
+// The square root, to nearest.
+SIMT_INLINE float simt_root(float value) {
+  return __fsqrt_rn(value);
+}
 // The same number, which the compiler does not know anything of: what is computed from it is computed here and not
 // kept in registers from before a loop.
 SIMT_INLINE uint32_t simt_anew(uint32_t value) {
@@ -199,6 +203,7 @@ SIMT_INLINE void simt_copy_wait(simt_gate *gate, uint32_t count) {
 
 #else  // The emulator, tests/gpu/emulator.c. `place` is where a call stands, for messages.
 
+#include <math.h>
 #include <string.h>
 
 #define SIMT_INLINE static inline __attribute__((unused))
@@ -249,6 +254,9 @@ SIMT_INLINE uint32_t simt_anew(uint32_t value) {
 }
 SIMT_INLINE float simt_larger(float a, float b) {
   return a > b || (a == b && simt_bits(a) >> 31 == 0) ? a : b;
+}
+SIMT_INLINE float simt_root(float value) {
+  return sqrtf(value);
 }
 SIMT_INLINE uint32_t simt_choose(uint32_t low, uint32_t high, uint32_t choice) {
   const uint64_t bytes = (uint64_t)high << 32 | low;
