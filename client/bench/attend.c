@@ -4,6 +4,7 @@
 // attention on plain fp16 and fp32 rows. Medians of each, so that what else the machine does hits all of them.
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "client/bench/bench.h"
 #include "client/bench/gpu.h"
@@ -54,6 +55,8 @@ static const qkv_option options[] = {
      "what codes lie on, as of qkvd: auto or off"},
     {"cpu-mask", QKV_OPTION_LIST, offsetof(qkv_bench_settings, cpu_mask), NULL, 0, 0, "LIST",
      "what to use of the processor, as of qkvd"},
+    {"clock", QKV_OPTION_STRING, offsetof(qkv_bench_settings, clock), "wall", 0, 0, "CLOCK",
+     "what is measured: wall time, or cpu, the time that the processor gave to the one thread"},
     {"repeats", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, repeats), "9", 1, 1000, "N",
      "repeats; medians are reported"},
     {"json", QKV_OPTION_FLAG, offsetof(qkv_bench_settings, program.json), NULL, 0, 0, NULL,
@@ -64,30 +67,38 @@ static const qkv_option options[] = {
 
 typedef struct timings {
   qkv_samples raw, codes, fp16, fp32;  // seconds
+  bool of_processor;
 } timings;
 
-static void add_time(qkv_samples *samples, double begin) {
-  qkv_samples_add(samples, qkv_bench_now() - begin);
+static double now(bool of_processor) {
+  struct timespec time;
+  if (!of_processor) return qkv_bench_now();
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static void add_time(const timings *t, qkv_samples *samples, double begin) {
+  qkv_samples_add(samples, now(t->of_processor) - begin);
 }
 
 static void attend(qkv_pool *pool, const qkv_bench_pages *pages, timings *t) {
-  const double begin = qkv_bench_now();
+  const double begin = now(t->of_processor);
   qkv_attend_run(pool, pages->requests, pages->sessions);
-  add_time(&t->codes, begin);
+  add_time(t, &t->codes, begin);
 }
 
 static void repeat(qkv_pool *pool, const qkv_bench_pages *pages, const qkv_bench_plain *fp16,
                    const qkv_bench_plain *fp32, timings *t) {
-  double begin = qkv_bench_now();
+  double begin = now(t->of_processor);
   (void)qkv_bench_read(pool, pages);
-  add_time(&t->raw, begin);
+  add_time(t, &t->raw, begin);
   attend(pool, pages, t);
-  begin = qkv_bench_now();
+  begin = now(t->of_processor);
   qkv_bench_plain_run(pool, fp16);
-  add_time(&t->fp16, begin);
-  begin = qkv_bench_now();
+  add_time(t, &t->fp16, begin);
+  begin = now(t->of_processor);
   qkv_bench_plain_run(pool, fp32);
-  add_time(&t->fp32, begin);
+  add_time(t, &t->fp32, begin);
 }
 
 static double median(qkv_samples *samples) {
@@ -134,7 +145,7 @@ static void clear(timings *t) {
 }
 
 static void measure_alone(const qkv_bench_settings *settings, const qkv_bench_pages *pages, qkv_pool *pool) {
-  timings t = {0};
+  timings t = {.of_processor = strcmp(settings->clock, "cpu") == 0};
   attend(pool, pages, &t);
   clear(&t);
   for (int64_t i = 0; i < settings->repeats; i++) attend(pool, pages, &t);
@@ -146,7 +157,7 @@ static void measure(const qkv_bench_settings *settings, const qkv_bench_pages *p
   const double tokens = (double)settings->tokens * (double)settings->sessions;
   const size_t plain_tokens = tokens < PLAIN_TOKENS_MAX ? (size_t)tokens : PLAIN_TOKENS_MAX;
   qkv_bench_plain fp16, fp32;
-  timings t = {0};
+  timings t = {.of_processor = strcmp(settings->clock, "cpu") == 0};
   qkv_bench_plain_init(&fp16, pages, QKV_FP16, plain_tokens);
   qkv_bench_plain_init(&fp32, pages, QKV_FP32, plain_tokens);
   repeat(pool, pages, &fp16, &fp32, &t);
@@ -169,6 +180,10 @@ static int run(void *values, const qkv_option_list *arguments) {
   if (strcmp(settings->huge_pages, "auto") != 0 && strcmp(settings->huge_pages, "off") != 0)
     return qkv_program_misused("--huge-pages is %s, known are auto and off", settings->huge_pages);
   if (status) return status;
+  if (strcmp(settings->clock, "wall") != 0 && strcmp(settings->clock, "cpu") != 0)
+    return qkv_program_misused("--clock is %s, known are wall and cpu", settings->clock);
+  if (strcmp(settings->clock, "cpu") == 0 && (settings->threads != 1 || strcmp(settings->device, "cpu") != 0))
+    return qkv_program_misused("--clock cpu is of one thread: --threads 1, --device cpu");
   const bool on_gpu = strcmp(settings->device, "gpu") == 0;
   if (!on_gpu && strcmp(settings->device, "cpu") != 0)
     return qkv_program_misused("--device is %s, known are cpu and gpu", settings->device);

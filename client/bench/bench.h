@@ -54,6 +54,7 @@ typedef struct qkv_bench_settings {
   const char *device;             // "cpu", "gpu"
   struct qkv_device *attends_on;  // of "gpu"; borrowed
   const char *order;              // "random", "linear"
+  const char *clock;              // "wall", "cpu"
   const char *huge_pages;         // "auto", "off"; NULL: auto
   qkv_option_list cpu_mask;       // and encode, decode
   // heap

@@ -5,9 +5,10 @@
 #include "engine/codec/hadamard.h"
 #include "engine/codec/pq_book.h"
 #include "engine/codec/sized.h"
+#include "engine/kernel/kernel.h"
 
 // Queries are taken LANES at a time, so that a look-up is of all of them.
-enum { ID = QKV_PQ_CODEC, VERSION = 1, CODE_BITS = 8, LANES = 4 };
+enum { ID = QKV_PQ_CODEC, VERSION = 1, CODE_BITS = 8, LANES = QKV_POINT_QUERIES };
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 
@@ -131,11 +132,13 @@ static void pq_scores(const qkv_part_coder *coder, const uint8_t *block, const f
   qkvi_sizes_read(block, sizes);
   for (size_t group = 0; group < groups_of(n); group++) {
     lanes sums[QKV_PAGE_TOKENS] = {{0}};
-    for (size_t s = group * subs; s < (group + 1) * subs; s++) {
+    if (tables)
+      qkv_kernels_get()->sum_look_ups((const float *)(ready + group * subs * QKV_PQ_POINTS), subs, codes_of(block),
+                                      (float *)sums);
+    for (size_t s = group * subs; !tables && s < (group + 1) * subs; s++) {
       const uint8_t *codes = codes_of(block) + s % subs * QKV_PAGE_TOKENS;
       const float *points = qkv_pq_points(book, s % subs);
-      for (size_t t = 0; tables && t < QKV_PAGE_TOKENS; t++) sums[t] += ready[s * QKV_PQ_POINTS + codes[t]];
-      for (size_t t = 0; !tables && t < QKV_PAGE_TOKENS; t++)
+      for (size_t t = 0; t < QKV_PAGE_TOKENS; t++)
         sums[t] += multiply(points + codes[t] * width, width, ready + s * width);
     }
     for (size_t i = 0; i < LANES && group * LANES + i < n; i++) {
@@ -146,17 +149,6 @@ static void pq_scores(const qkv_part_coder *coder, const uint8_t *block, const f
 }
 
 // ---- Values ----
-
-// sums[width] of LANES queries += weights[64] of these . points of codes
-static inline void add_points(const float *points, size_t width, const uint8_t *codes, const lanes *weights,
-                              lanes *sums) {
-  lanes found[QKV_PQ_WIDTH_MAX] = {{0}};
-  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
-    const float *point = points + codes[t] * width;
-    for (size_t j = 0; j < width; j++) found[j] += point[j] * weights[t];
-  }
-  memcpy(sums, found, width * sizeof *sums);
-}
 
 static void pq_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
                           qkv_precision precision, float *sums) {
@@ -171,17 +163,12 @@ static void pq_accumulate(const qkv_part_coder *coder, const uint8_t *block, con
       const float *row = weights + (group * LANES + i) * QKV_PAGE_TOKENS;
       for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) scaled[t][i] = row[t] * sizes[t];
     }
-    for (size_t s = 0; s < subs_of(coder); s++) {
-      lanes found[QKV_PQ_WIDTH_MAX] = {{0}};
-      const uint8_t *codes = codes_of(block) + s * QKV_PAGE_TOKENS;
-      const float *points = qkv_pq_points(book, s);
-      if (book->width == 2) add_points(points, 2, codes, scaled, found);
-      if (book->width == 4) add_points(points, 4, codes, scaled, found);
-      if (book->width == 8) add_points(points, 8, codes, scaled, found);
-      for (size_t i = 0; i < count; i++) {
-        float *row = sums + (group * LANES + i) * coder->dim + s * book->width;
-        for (size_t j = 0; j < book->width; j++) row[j] += found[j][i];
-      }
+    lanes found[QKV_DIM_MAX];
+    qkv_kernels_get()->weigh_points(book->numbers, book->stride, book->width, subs_of(coder), codes_of(block),
+                                    (const float *)scaled, (float *)found);
+    for (size_t i = 0; i < count; i++) {
+      float *row = sums + (group * LANES + i) * coder->dim;
+      for (size_t c = 0; c < coder->dim; c++) row[c] += found[c][i];
     }
   }
 }

@@ -221,6 +221,8 @@ typedef struct qkv_kernels {
   QKV_DECLARE_SCALE_FACTORS((*scale_factors));
   QKV_DECLARE_SUM_ENTRIES((*sum_entries));
   QKV_DECLARE_NEAREST_POINTS((*nearest_points));
+  QKV_DECLARE_SUM_LOOK_UPS((*sum_look_ups));
+  QKV_DECLARE_WEIGH_POINTS((*weigh_points));
 } qkv_kernels;
 
 // The ladder: tables from the reference upward, as built for this processor family. NULL beyond the end.

@@ -3,8 +3,10 @@
 #include <math.h>
 #include <string.h>
 
-// LANES points at once; said to the compiler, which does not find it by itself.
-enum { LANES = 4, BLOCKS = QKV_POINTS / LANES };
+#include "engine/codec/page.h"
+
+// LANES points, or queries, at once; said to the compiler, which does not find it by itself.
+enum { LANES = QKV_POINT_QUERIES, BLOCKS = QKV_POINTS / LANES };
 
 typedef float floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t integers __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -39,4 +41,23 @@ static uint8_t nearest(const float *columns, const float *squares, size_t width,
 
 QKV_DECLARE_NEAREST_POINTS(qkvi_nearest_points_reference) {
   for (size_t i = 0; i < n; i++) codes[i] = nearest(columns, squares, width, x + i * width);
+}
+
+QKV_DECLARE_SUM_LOOK_UPS(qkvi_sum_look_ups_reference) {
+  floats all[QKV_PAGE_TOKENS] = {{0}};
+  for (size_t s = 0; s < subs; s++, tables += QKV_POINTS * LANES, codes += QKV_PAGE_TOKENS) {
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) all[t] += load(tables + codes[t] * LANES);
+  }
+  memcpy(sums, all, sizeof all);
+}
+
+QKV_DECLARE_WEIGH_POINTS(qkvi_weigh_points_reference) {
+  for (size_t s = 0; s < subs; s++, points += stride, codes += QKV_PAGE_TOKENS, sums += width * LANES) {
+    floats found[QKV_POINT_WIDTH_MAX] = {{0}};
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+      const floats weight = load(weights + t * LANES);
+      for (size_t j = 0; j < width; j++) found[j] += points[codes[t] * width + j] * weight;
+    }
+    memcpy(sums, found, width * sizeof *found);
+  }
 }

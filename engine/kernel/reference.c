@@ -333,4 +333,6 @@ const qkv_kernels qkvi_kernels_reference = {
     .scale_factors = scale_factors_plain,
     .sum_entries = qkvi_sum_entries_reference,
     .nearest_points = qkvi_nearest_points_reference,
+    .sum_look_ups = qkvi_sum_look_ups_reference,
+    .weigh_points = qkvi_weigh_points_reference,
 };

@@ -112,10 +112,39 @@ static void check_nearest_points(checking *c, size_t width, input_kind kind) {
   guarded_free(&got);
 }
 
+static void check_points(checking *c, size_t width, size_t subs, bool shared, input_kind kind) {
+  const page_part shape = {.schedule.dim = (uint16_t)(width * subs)};
+  const size_t stride = shared ? 0 : QKV_POINTS * width, lanes = QKV_POINT_QUERIES;
+  guarded codes = random_bytes(c, subs * QKV_PAGE_TOKENS), weights = random_floats(c, kind, QKV_PAGE_TOKENS * lanes);
+  guarded points = random_floats(c, kind, (shared ? 1 : subs) * QKV_POINTS * width);
+  guarded expected = guarded_make(subs * width * lanes * sizeof(float)), got = guarded_copy(&expected);
+  qkv_kernels_at(0)->weigh_points((float *)points.data, stride, width, subs, codes.data, (float *)weights.data,
+                                  (float *)expected.data);
+  c->variant->weigh_points((float *)points.data, stride, width, subs, codes.data, (float *)weights.data,
+                           (float *)got.data);
+  check_same(c, "weigh_points", &shape, subs, &expected, &got);
+  guarded tables = random_floats(c, kind, subs * QKV_POINTS * lanes);
+  guarded expected_sums = guarded_make(QKV_PAGE_TOKENS * lanes * sizeof(float)),
+          got_sums = guarded_copy(&expected_sums);
+  qkv_kernels_at(0)->sum_look_ups((float *)tables.data, subs, codes.data, (float *)expected_sums.data);
+  c->variant->sum_look_ups((float *)tables.data, subs, codes.data, (float *)got_sums.data);
+  check_same(c, "sum_look_ups", &shape, subs, &expected_sums, &got_sums);
+  guarded_free(&codes);
+  guarded_free(&weights);
+  guarded_free(&points);
+  guarded_free(&expected);
+  guarded_free(&got);
+  guarded_free(&tables);
+  guarded_free(&expected_sums);
+  guarded_free(&got_sums);
+}
+
 void check_mix(checking *c, uint16_t dim, input_kind kind) {
   const size_t n = 1 + naive_below(&c->random, 9), steps = 8 * (1 + naive_below(&c->random, 9));
   for (unsigned bits = 1; bits <= 8; bits++) check_mix_of(c, dim, steps, bits, n, kind);
   check_scale_factors(c, dim, n, kind);
   check_sum_entries(c, 1 + naive_below(&c->random, 4), kind);
   check_nearest_points(c, 1 + naive_below(&c->random, QKV_POINT_WIDTH_MAX), kind);
+  const size_t width = (size_t)2 << naive_below(&c->random, 3);
+  check_points(c, width, dim / width, naive_below(&c->random, 4) == 0, kind);
 }

@@ -268,4 +268,6 @@ const qkv_kernels VARIANT(qkvi_kernels) = {
     .scale_factors = scale_factors_plain,
     .sum_entries = qkvi_sum_entries_reference,
     .nearest_points = qkvi_nearest_points_reference,
+    .sum_look_ups = qkvi_sum_look_ups_reference,
+    .weigh_points = qkvi_weigh_points_reference,
 };

@@ -314,4 +314,6 @@ const qkv_kernels VARIANT(qkvi_kernels) = {
     .scale_factors = VARIANT(qkvi_scale_factors),
     .sum_entries = VARIANT(qkvi_sum_entries),
     .nearest_points = VARIANT(qkvi_nearest_points),
+    .sum_look_ups = VARIANT(qkvi_sum_look_ups),
+    .weigh_points = VARIANT(qkvi_weigh_points),
 };

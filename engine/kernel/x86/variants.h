@@ -45,5 +45,7 @@ QKV_DECLARE_MIX(VARIANT(qkvi_mix_integer));
 QKV_DECLARE_SCALE_FACTORS(VARIANT(qkvi_scale_factors));
 QKV_DECLARE_SUM_ENTRIES(VARIANT(qkvi_sum_entries));
 QKV_DECLARE_NEAREST_POINTS(VARIANT(qkvi_nearest_points));
+QKV_DECLARE_SUM_LOOK_UPS(VARIANT(qkvi_sum_look_ups));
+QKV_DECLARE_WEIGH_POINTS(VARIANT(qkvi_weigh_points));
 
 #endif
