@@ -6,8 +6,8 @@
 //           codes  [dim * bits / 8][64], u8: sub-vector by sub-vector, the number of its point
 //
 // Scores are sums of look-ups: query() makes a table of every query's inner products with all points of each
-// sub-vector, four queries together. Values add the weights straight to the coordinates of their points: a page has 64 tokens and a codebook
-// 256 points, so summing the weights of each point first would be more work and not less.
+// sub-vector, four queries together. Values add the weights straight to the coordinates of their points: a page has
+// 64 tokens and a codebook 256 points, so summing the weights of each point first would be more work and not less.
 #ifndef QKV_ENGINE_CODEC_PQ_H
 #define QKV_ENGINE_CODEC_PQ_H
 
