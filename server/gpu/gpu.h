@@ -69,6 +69,8 @@ qkv_status qkvi_gpu_lend(qkvi_gpu *gpu, const qkvi_gpu_loan *loan, qkvi_gpu_lent
 void qkvi_gpu_give_back(qkvi_gpu_lent **lent);  // NULL inside is none
 // Whether the GPU has not failed since.
 bool qkvi_gpu_lent_lives(qkvi_gpu_lent *lent);
+// Whether `offset` is at a multiple of `size` (1, 2 or 4) on the GPU.
+bool qkvi_gpu_lent_is_aligned(const qkvi_gpu_lent *lent, uint64_t offset, size_t size);
 // [offset, offset + bytes) is inside. They wait for the GPU, for some seconds where it does not answer.
 qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, size_t bytes, qkv_error *error);
 qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void *data, size_t bytes,

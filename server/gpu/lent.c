@@ -5,6 +5,7 @@
 #include <utlist.h>
 
 #include "server/gpu/internal.h"
+#include "server/gpu/rows.h"
 
 struct qkvi_gpu_lent {
   qkvi_gpu *gpu;
@@ -16,26 +17,25 @@ struct qkvi_gpu_lent {
 
 // ---- The GPU stays open meanwhile ----
 
-// False: it is not in use, or was opened again since `opening`; 0 is any.
-static bool hold(qkvi_gpu *gpu, uint64_t opening) {
+static uint64_t opening_of(qkvi_gpu *gpu) {
   pthread_mutex_lock(&gpu->lock);
-  const bool held = gpu->usable && (opening == 0 || opening == gpu->openings);
-  if (held) gpu->held++;
+  const uint64_t opening = gpu->openings;
   pthread_mutex_unlock(&gpu->lock);
-  return held;
+  return opening;
 }
 
-static void let_go(qkvi_gpu *gpu) {
-  pthread_mutex_lock(&gpu->lock);
-  assert(gpu->held > 0);
-  if (--gpu->held == 0) pthread_cond_broadcast(&gpu->changed);
-  pthread_mutex_unlock(&gpu->lock);
+// False: it is not in use, or was opened again since.
+static bool hold(const qkvi_gpu_lent *lent) {
+  if (!qkvi_gpu_enter(lent->gpu)) return false;
+  if (opening_of(lent->gpu) == lent->opening) return true;
+  qkvi_gpu_leave(lent->gpu);
+  return false;
 }
 
 // After an operation of the device.
 static qkv_status end(qkvi_gpu *gpu, qkv_status status) {
   if (status != QKV_OK) qkvi_gpu_failed(gpu);
-  let_go(gpu);
+  qkvi_gpu_leave(gpu);
   return status;
 }
 
@@ -80,13 +80,10 @@ static qkv_status not_used(qkv_error *error) {
 qkv_status qkvi_gpu_lend(qkvi_gpu *gpu, const qkvi_gpu_loan *loan, qkvi_gpu_lent **out, qkv_error *error) {
   assert(loan->bytes > 0);
   *out = NULL;
-  if (!hold(gpu, 0)) return not_used(error);
+  if (!qkvi_gpu_enter(gpu)) return not_used(error);
   qkvi_gpu_lent *lent = malloc(sizeof *lent);
   if (lent == NULL) abort();
-  *lent = (qkvi_gpu_lent){.gpu = gpu, .offset = loan->offset, .bytes = loan->bytes};
-  pthread_mutex_lock(&gpu->lock);
-  lent->opening = gpu->openings;
-  pthread_mutex_unlock(&gpu->lock);
+  *lent = (qkvi_gpu_lent){.gpu = gpu, .opening = opening_of(gpu), .offset = loan->offset, .bytes = loan->bytes};
   const qkv_status status = end(gpu, lend(gpu, loan, lent, error));
   if (status == QKV_OK)
     *out = lent;
@@ -118,9 +115,13 @@ void qkvi_gpu_close_given_back(qkvi_gpu *gpu) {
 }
 
 bool qkvi_gpu_lent_lives(qkvi_gpu_lent *lent) {
-  const bool lives = hold(lent->gpu, lent->opening);
-  if (lives) let_go(lent->gpu);
+  const bool lives = hold(lent);
+  if (lives) qkvi_gpu_leave(lent->gpu);
   return lives;
+}
+
+bool qkvi_gpu_lent_is_aligned(const qkvi_gpu_lent *lent, uint64_t offset, size_t size) {
+  return (lent->lent.at + lent->offset + offset) % size == 0;
 }
 
 // ---- Copies ----
@@ -131,7 +132,7 @@ static qkv_status has_gone(qkv_error *error) {
 
 qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, size_t bytes, qkv_error *error) {
   assert(offset <= lent->bytes && bytes <= lent->bytes - offset);
-  if (!hold(lent->gpu, lent->opening)) return has_gone(error);
+  if (!hold(lent)) return has_gone(error);
   const qkv_gpu_copy_back copy = {.to = out, .from = lent->lent.at + lent->offset + offset, .bytes = bytes};
   return end(lent->gpu, bytes > 0 ? qkv_gpu_download(lent->gpu->open, &copy, 1, error) : QKV_OK);
 }
@@ -139,7 +140,28 @@ qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, s
 qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void *data, size_t bytes,
                                qkv_error *error) {
   assert(offset <= lent->bytes && bytes <= lent->bytes - offset);
-  if (!hold(lent->gpu, lent->opening)) return has_gone(error);
+  if (!hold(lent)) return has_gone(error);
   const qkv_gpu_copy copy = {.to = lent->lent.at + lent->offset + offset, .from = data, .bytes = bytes};
   return end(lent->gpu, bytes > 0 ? qkv_gpu_upload(lent->gpu->open, &copy, 1, error) : QKV_OK);
+}
+
+// ---- Rows ----
+
+static qkv_status fetch_one(qkvi_gpu_lent *const lent[2], bool k, bool v, const qkvi_gpu_rows *rows,
+                            qkv_error *error) {
+  const bool wanted[2] = {k, v};
+  const qkvi_gpu_lent *any = lent[k ? QKV_K : QKV_V];
+  qkvi_gpu_rows there = *rows;
+  for (int part = 0; part < 2; part++)
+    there.to[part].at = wanted[part] ? lent[part]->lent.at + lent[part]->offset + rows->to[part].at : 0;
+  if (!hold(any)) return has_gone(error);
+  return end(any->gpu, qkvi_gpu_fetch(any->gpu, &there, error));
+}
+
+qkv_status qkvi_gpu_lent_fetch(qkvi_gpu_lent *const lent[2], const qkvi_gpu_rows *rows, qkv_error *error) {
+  const qkvi_gpu_lent *k = lent[QKV_K], *v = lent[QKV_V];
+  if (k != NULL && v != NULL && k->gpu == v->gpu && k->opening == v->opening)
+    return fetch_one(lent, true, true, rows, error);
+  if (k != NULL) QKV_TRY(fetch_one(lent, true, false, rows, error));
+  return v != NULL ? fetch_one(lent, false, true, rows, error) : QKV_OK;
 }

@@ -33,5 +33,9 @@ typedef struct qkvi_gpu_rows {
 
 // OK: all rows are there. UNAVAILABLE: the GPU fails, and `to` with it. While it runs the GPU stays open.
 qkv_status qkvi_gpu_fetch(qkvi_gpu *gpu, const qkvi_gpu_rows *rows, qkv_error *error);
+// The same to memory of other processes, for each part whose `lent` is not NULL: `at` is an offset in it, a multiple
+// of the dtype's size (qkvi_gpu_lent_is_aligned). What the strides reach is inside. Both parts at once where they are
+// on one GPU.
+qkv_status qkvi_gpu_lent_fetch(qkvi_gpu_lent *const lent[2], const qkvi_gpu_rows *rows, qkv_error *error);
 
 #endif

@@ -34,7 +34,8 @@
 typedef struct fetch_run {
   uint32_t layer;
   uint64_t position, tokens;       // what is left
-  const uint8_t *rows[2];          // of what is left, by qkv_part; NULL where not wanted
+  const uint8_t *rows[2];          // of what is left, by qkv_part; NULL where not wanted, or placed
+  bool placed[2];                  // the GPU has made them where they go
   qkvi_response_block *blocks[2];  // where they lie; a reference of ours each; NULL for rows that stay
   qkvi_coded_run *coded;           // NULL: rows
 } fetch_run;
@@ -234,6 +235,49 @@ static void decode_part(const fetch_stream *stream, const qkv_layer *layer, qkv_
   free(scratch);
 }
 
+static qkv_status check_headroom(const fetch_stream *stream, qkv_part part, uint64_t tokens, qkv_error *error) {
+  const uint64_t bytes = tokens * token_bytes(stream, part), left = stream->into[part].bytes;
+  if (bytes <= left) return QKV_OK;
+  return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                  "%s.shared_memory_byte_size is too small: %" PRIu64 " bytes are left of it, layer %" PRIu32
+                  " from position %" PRIu64 " on takes %" PRIu64,
+                  part == QKV_K ? "k_into" : "v_into", left, stream->run.layer, stream->run.position, bytes);
+}
+
+// The run's parts that go to a GPU which can make their rows there: one behind the other, each chunk in its layout.
+static qkv_status place_on_gpu(fetch_stream *stream, const qkv_layer *layer, qkv_error *error) {
+  fetch_run *run = &stream->run;
+  const uint64_t size = qkv_dtype_size(stream->dtype), heads = stream->model->kv_heads;
+  const uint64_t step = stream->heads_first ? smaller(stream->chunk_tokens, run->tokens) : run->tokens;
+  qkvi_region *regions[2] = {NULL, NULL};
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    qkvi_region *into = stream->into_region[part];
+    run->placed[part] = stream->wanted[part] && into != NULL &&
+                        qkvi_region_takes_rows(into, stream->into[part].offset, qkv_dtype_size(stream->dtype));
+    if (!run->placed[part]) continue;
+    QKV_TRY(check_headroom(stream, part, run->tokens, error));
+    regions[part] = into;
+  }
+  if (!run->placed[QKV_K] && !run->placed[QKV_V]) return QKV_OK;
+  for (uint64_t done = 0; done < run->tokens; done += step) {
+    qkvi_gpu_rows rows = {.layer = layer,
+                          .begin = run->position + done,
+                          .tokens = smaller(step, run->tokens - done),
+                          .dtype = stream->dtype,
+                          .before_rope = stream->before_rope};
+    uint64_t bytes[2];
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      const uint64_t row = part_dim(stream->model, part) * size;
+      bytes[part] = rows.tokens * token_bytes(stream, part);
+      rows.to[part].at = stream->into[part].offset + done * token_bytes(stream, part);
+      rows.to[part].token_stride = stream->heads_first ? row : heads * row;
+      rows.to[part].head_stride = stream->heads_first ? rows.tokens * row : row;
+    }
+    QKV_TRY(qkvi_regions_fetch(regions, &rows, bytes, error));
+  }
+  return QKV_OK;
+}
+
 // Positions `position` to `stop` of the layer are requested. Rows that are appended after the first chunk of a layer
 // without range.end are not sent: an appender could keep a fetch running for ever.
 static void enter_layer(fetch_stream *stream, const qkv_layer *layer) {
@@ -292,8 +336,9 @@ static qkv_status decode_run(fetch_stream *stream, qkv_session *session, const q
   if (!qkv_layer_holds(layer, stream->position, stream->position + tokens)) return QKV_UNAVAILABLE;
   run->tokens = tokens;
   stream->position += run->tokens;
+  QKV_TRY(place_on_gpu(stream, layer, error));
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    if (!stream->wanted[part]) continue;
+    if (!stream->wanted[part] || run->placed[part]) continue;
     QKV_TRY(qkvi_block_create(stream->call, run->tokens * token_bytes(stream, part),
                               (uint64_t)stream->daemon->options->limit_response_bytes, &run->blocks[part], error));
     decode_part(stream, layer, part, run->blocks[part]->data);
@@ -324,7 +369,7 @@ static qkv_status find_run(fetch_stream *stream, qkv_session *session, qkv_error
     if (status != QKV_OK) break;
     status = decode_run(stream, session, layer, error);
     qkv_session_read_done(session, run->layer);
-    if (status == QKV_UNAVAILABLE && (stream->waits & QKVI_WAIT_DISK) != 0) {
+    if (status == QKV_UNAVAILABLE && error->status == QKV_OK && (stream->waits & QKVI_WAIT_DISK) != 0) {
       const uint64_t end = stream->position + smaller(stream->stop - stream->position, restore_tokens(stream));
       if (held) qkvi_budget_release(stream->daemon->residency, session, run->layer);
       const qkvi_wanted wanted = {
@@ -389,11 +434,7 @@ static qkv_status write_shared(const fetch_stream *stream, qkv_part part, uint64
   const fetch_run *run = &stream->run;
   const size_t bytes = tokens * token_bytes(stream, part);
   if (run->rows[part] == NULL || stream->into_region[part] == NULL) return QKV_OK;
-  if (bytes > into->bytes)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT,
-                    "%s.shared_memory_byte_size is too small: %" PRIu64 " bytes are left of it, layer %" PRIu32
-                    " from position %" PRIu64 " on takes %zu",
-                    part == QKV_K ? "k_into" : "v_into", into->bytes, run->layer, run->position, bytes);
+  QKV_TRY(check_headroom(stream, part, tokens, error));
   return qkvi_region_write(stream->into_region[part], into->offset, run->rows[part], bytes, error);
 }
 
@@ -418,7 +459,7 @@ static void put_rows(fetch_stream *stream, uint32_t field, qkv_part part, uint64
     qkv_wire_put_reference(writer, 15, run->rows[part], bytes, run->blocks[part]);
   }
   qkv_wire_end(writer);
-  run->rows[part] += bytes;
+  if (!run->placed[part]) run->rows[part] += bytes;
   qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_FETCH_BYTES], (int64_t)bytes);
 }
 
@@ -432,8 +473,8 @@ static void send_chunk(fetch_stream *stream) {
   qkv_wire_writer_clear(stream->writer);
   qkv_wire_put_varint(stream->writer, 1, run->layer);
   qkv_wire_put_varint(stream->writer, 2, run->position);
-  if (run->rows[QKV_K] != NULL) put_rows(stream, 3, QKV_K, tokens);
-  if (run->rows[QKV_V] != NULL) put_rows(stream, 4, QKV_V, tokens);
+  if (run->rows[QKV_K] != NULL || run->placed[QKV_K]) put_rows(stream, 3, QKV_K, tokens);
+  if (run->rows[QKV_V] != NULL || run->placed[QKV_V]) put_rows(stream, 4, QKV_V, tokens);
   if (run->coded != NULL)
     qkv_metric_add(&stream->daemon->metrics[QKV_METRIC_FETCH_BYTES],
                    (int64_t)qkvi_coded_run_put(run->coded, stream->writer));

@@ -311,6 +311,25 @@ qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *d
   return copied(region, status, QKVI_REGION_WRITTEN, bytes, error);
 }
 
+bool qkvi_region_takes_rows(const qkvi_region *region, uint64_t offset, size_t size) {
+  return region->lent != NULL && qkvi_gpu_lent_is_aligned(region->lent, offset, size);
+}
+
+qkv_status qkvi_regions_fetch(qkvi_region *const regions[2], const qkvi_gpu_rows *rows, const uint64_t bytes[2],
+                              qkv_error *error) {
+  qkvi_gpu_lent *lent[2] = {NULL, NULL};
+  for (int part = 0; part < 2; part++) {
+    if (regions[part] == NULL) continue;
+    assert(rows->to[part].at <= regions[part]->bytes && bytes[part] <= regions[part]->bytes - rows->to[part].at);
+    lent[part] = regions[part]->lent;
+  }
+  qkv_status status = qkvi_gpu_lent_fetch(lent, rows, error);
+  for (int part = 0; part < 2; part++) {
+    if (regions[part] != NULL) status = copied(regions[part], status, QKVI_REGION_WRITTEN, bytes[part], error);
+  }
+  return status;
+}
+
 void qkvi_region_put(qkv_wire_writer *writer, const qkvi_region_part *part, uint64_t offset, uint64_t bytes) {
   enum { TENSOR_REGION = 4, TENSOR_OFFSET, TENSOR_BYTE_SIZE };
   char name[QKV_NAME_MAX + 1];

@@ -22,6 +22,7 @@
 #include "engine/base/status.h"
 #include "proto/wire.h"
 #include "server/gpu/gpus.h"
+#include "server/gpu/rows.h"
 #include "server/shared_memory/buffers.h"
 
 typedef struct qkvi_regions qkvi_regions;
@@ -97,6 +98,14 @@ void qkvi_region_release(qkvi_region *region);  // NULL is none
 // bytes may have been copied.
 qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkv_error *error);
 qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *data, size_t bytes, qkv_error *error);
+
+// Whether rows of elements of `size` bytes can be made there by the GPU: the region is on one, and `offset` at a
+// multiple of it.
+bool qkvi_region_takes_rows(const qkvi_region *region, uint64_t offset, size_t size);
+// Makes the rows of the parts whose region is not NULL, which take them; `at` of `rows` is the offset in the region,
+// `bytes` what is written. UNAVAILABLE: the GPU has failed.
+qkv_status qkvi_regions_fetch(qkvi_region *const regions[2], const qkvi_gpu_rows *rows, const uint64_t bytes[2],
+                              qkv_error *error);
 
 // Fields 4 to 6 of a Tensor in an answer (tensor.proto), instead of its data: bytes [offset, offset + bytes) of
 // `part`.

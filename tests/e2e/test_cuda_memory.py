@@ -165,6 +165,58 @@ def test_rows_from_and_to_the_gpu(server, memory, make_cache, dtype, tokens):
             assert bytes(at.memory.buf[100 + offset + size:100 + offset + size + 64]) == b"\x5a" * 64
 
 
+@pytest.mark.parametrize("layout", [0, kv.ROW_LAYOUT_HEADS_FIRST])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_coded_rows_are_made_on_the_gpu(server, memory, make_cache, dtype, layout):
+    """The same bits as by the socket: of pages, and of the exact rows behind them, in chunks of any size."""
+    kind = {FP32: "<f4", FP16: "<f2"}[dtype]
+    cache = make_cache(recent_window=10, key_dim=64, value_dim=128)
+    cache.append(0, *cache.rows(500))
+    with Object(8 * MIB) as there, Object(8 * MIB) as host:
+        register_cuda(memory, "r", handle_of(there), 8 * MIB)
+        register(memory, "host", host.key, 0, 8 * MIB)
+        made = server.metric("qkvd_gpu_fetch_tokens_total")
+        for chunk, begin, end, k_at, v_at, k_region, v_region in (
+            (0, 0, 0, 0, 4 * MIB, "r", "r"), (100, 3, 0, 4, 4 * MIB + 12, "r", "r"), (64, 100, 333, 256, 4 * MIB, "r", "r"),
+            (0, 0, 490, 0, 0, "r", "host"), (0, 0, 0, 0, 0, "host", "r"), (0, 0, 0, 1, 4 * MIB, "r", "r"),
+        ):
+            there.memory.buf[:] = b"\x5a" * there.size
+            request = kv.FetchRequest(
+                session=cache.name, layers=[0], dtype=dtype, layout=layout, chunk_tokens=chunk,
+                range=tensor_pb2.TokenRange(begin=begin, end=end),
+                k_into=tensor_pb2.RegionPart(shared_memory_region=k_region, shared_memory_offset=k_at,
+                                             shared_memory_byte_size=MIB * 4 - 16),
+                v_into=tensor_pb2.RegionPart(shared_memory_region=v_region, shared_memory_offset=v_at,
+                                             shared_memory_byte_size=MIB * 4 - 16))
+            plain = kv.FetchRequest()
+            plain.CopyFrom(request)
+            plain.ClearField("k_into")
+            plain.ClearField("v_into")
+            pieces = list(cache.stub.Fetch(request, timeout=TIMEOUT))
+            expected = list(cache.stub.Fetch(plain, timeout=TIMEOUT))
+            assert sum(piece.k.dims[1 if layout else 0] for piece in pieces) == (end or 500) - begin
+            for part, region in (("k", k_region), ("v", v_region)):
+                source = there if region == "r" else host
+                tensors = [getattr(piece, part) for piece in pieces]
+                for one in tensors:
+                    assert one.data == b"" and one.shared_memory_region == region
+                came = [source.read(one.shared_memory_offset, kind, tuple(one.dims)) for one in tensors]
+                axis = 1 if layout else 0
+                whole = [np.frombuffer(getattr(piece, part).data, kind).reshape(getattr(piece, part).dims)
+                         for piece in expected]
+                assert np.array_equal(np.concatenate(came, axis), np.concatenate(whole, axis))
+            last = max(one.shared_memory_offset + one.shared_memory_byte_size
+                       for piece in pieces for one in (piece.k, piece.v) if one.shared_memory_region == "r")
+            assert bytes(there.memory.buf[last:last + 64]) == b"\x5a" * 64
+        assert server.metric("qkvd_gpu_fetch_tokens_total") - made > 1500
+        request.k_into.shared_memory_byte_size = 1000
+        with refused(CODE.INVALID_ARGUMENT, "k_into.shared_memory_byte_size is too small"):
+            list(cache.stub.Fetch(request, timeout=TIMEOUT))
+        request.k_into.shared_memory_offset = 0
+        with refused(CODE.INVALID_ARGUMENT, "k_into.shared_memory_byte_size is too small"):
+            list(cache.stub.Fetch(request, timeout=TIMEOUT))
+
+
 @pytest.mark.parametrize("queries", [1, 64])
 def test_attention_from_and_into_the_gpu(memory, make_cache, queries):
     cache = make_cache(recent_window=16)
