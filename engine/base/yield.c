@@ -1,5 +1,8 @@
 #include "engine/base/yield.h"
 
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -12,11 +15,10 @@
 
 #include "engine/base/cpu.h"
 
-static _Atomic int urgent;   // threads that compute attention
-static _Atomic int running;  // yielding threads that have a processor
-static _Atomic int waiting;  // yielding threads that wait for one
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t changed;  // `urgent` or `running` has become less
+static _Atomic int urgent;        // threads that compute attention
+static _Atomic int running;       // yielding threads that have a processor
+static _Atomic int waiting;       // yielding threads that wait for one
+static _Atomic uint32_t changes;  // times that `urgent` or `running` has become less while a thread waited
 static int processors;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -25,11 +27,6 @@ static _Thread_local int64_t goes_on_until;  // us: until then it runs, as it ha
 
 static void make(void) {
   processors = qkv_cpu_count();
-  pthread_condattr_t attributes;
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&changed, &attributes);
-  pthread_condattr_destroy(&attributes);
 }
 
 static int64_t now_us(void) {
@@ -39,12 +36,17 @@ static int64_t now_us(void) {
 }
 
 // A thread that comes to wait counts itself in `waiting` before it looks at the others, so one of the two sees the
-// other.
+// other. There is no lock: a thread with a nice value that had it without a processor would keep attention waiting.
 static void wake(void) {
   if (atomic_load(&waiting) == 0) return;
-  pthread_mutex_lock(&lock);
-  pthread_cond_broadcast(&changed);
-  pthread_mutex_unlock(&lock);
+  atomic_fetch_add(&changes, 1);
+  (void)syscall(SYS_futex, &changes, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+// Until there are more changes than `seen`, or a while; false: the time on the monotonic clock has come.
+static bool await_change(uint32_t seen, const struct timespec *until) {
+  return syscall(SYS_futex, &changes, FUTEX_WAIT_BITSET_PRIVATE, seen, until, NULL, FUTEX_BITSET_MATCH_ANY) == 0 ||
+         errno != ETIMEDOUT;
 }
 
 void qkv_yield_urgent_begin(int threads) {
@@ -87,12 +89,11 @@ static bool take_processor(void) {
 static bool wait_for_processor(void) {
   const int64_t until = now_us() + QKV_YIELD_US;
   const struct timespec deadline = {.tv_sec = until / 1000000, .tv_nsec = until % 1000000 * 1000};
-  int code = 0;
-  pthread_mutex_lock(&lock);
+  bool in_time = true;
   atomic_fetch_add(&waiting, 1);
-  while (!take_processor() && code == 0) code = pthread_cond_timedwait(&changed, &lock, &deadline);
+  for (uint32_t seen = atomic_load(&changes); !take_processor() && in_time; seen = atomic_load(&changes))
+    in_time = await_change(seen, &deadline);
   atomic_fetch_sub(&waiting, 1);
-  pthread_mutex_unlock(&lock);
   return works;
 }
 
