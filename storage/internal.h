@@ -184,7 +184,7 @@ typedef struct qkvi_compaction {
   uint64_t retry_ms;  // QKVI_COMPACT_RETRY_MS, or less in tests
 } qkvi_compaction;
 
-typedef struct qkvi_poisoned qkvi_poisoned;
+typedef struct qkvi_failed_end qkvi_failed_end;
 typedef struct qkvi_load qkvi_load;
 
 struct qkv_storage {
@@ -234,7 +234,7 @@ struct qkv_storage {
   uint64_t reading;                         // of these, with the disk
   qkvi_message *fileless, **fileless_last;  // reads that wait for the file of another to be closed
   qkvi_journal journal;
-  qkvi_poisoned *poisoned;
+  qkvi_failed_end *failed_ends;
   qkvi_compaction compaction;
   unsigned index_walks;   // by compaction and checks: meanwhile nothing is packed
   unsigned index_writes;  // of packed sessions, under way
@@ -344,8 +344,8 @@ void qkvi_journal_message(qkv_storage *storage, qkvi_message *message);
 void qkvi_journal_write(qkv_storage *storage);
 // The rewriting that the batch waited for has ended: writes the batch now, or fails it.
 void qkvi_journal_rewritten(qkv_storage *storage, int error);
-bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session);
-void qkvi_poison_clear(qkv_storage *storage);
+bool qkvi_session_end_failed(const qkv_storage *storage, uint64_t session);
+void qkvi_failed_ends_clear(qkv_storage *storage);
 
 // rewrite.c
 // Rewrites the journal without closed sessions and superseded entries; then qkvi_journal_rewritten().

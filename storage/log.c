@@ -12,35 +12,35 @@
 
 // Sessions whose closing or truncation could not be written: after a crash their later records would be mixed with
 // rows that should be gone.
-struct qkvi_poisoned {
+struct qkvi_failed_end {
   uint64_t session;
   UT_hash_handle hh;
 };
 
-bool qkvi_session_poisoned(const qkv_storage *storage, uint64_t session) {
-  qkvi_poisoned *found = NULL;
-  HASH_FIND(hh, storage->poisoned, &session, sizeof session, found);
+bool qkvi_session_end_failed(const qkv_storage *storage, uint64_t session) {
+  qkvi_failed_end *found = NULL;
+  HASH_FIND(hh, storage->failed_ends, &session, sizeof session, found);
   return found != NULL;
 }
 
-static void poison(qkv_storage *storage, uint64_t session) {
-  if (!qkvi_session_poisoned(storage, session)) {
-    qkvi_poisoned *made = qkvi_checked(calloc(1, sizeof *made));
+static void note_failed_end(qkv_storage *storage, uint64_t session) {
+  if (!qkvi_session_end_failed(storage, session)) {
+    qkvi_failed_end *made = qkvi_checked(calloc(1, sizeof *made));
     made->session = session;
-    HASH_ADD(hh, storage->poisoned, session, sizeof made->session, made);
+    HASH_ADD(hh, storage->failed_ends, session, sizeof made->session, made);
   }
   for (qkvi_put *put = storage->all_first; put != NULL; put = put->all_next) {
     if (!put->moved && put->request.meta.session == session) put->cancelled = true;
   }
 }
 
-void qkvi_poison_clear(qkv_storage *storage) {
-  qkvi_poisoned *poisoned = storage->poisoned;
-  HASH_CLEAR(hh, storage->poisoned);
-  while (poisoned != NULL) {
-    qkvi_poisoned *next = poisoned->hh.next;
-    free(poisoned);
-    poisoned = next;
+void qkvi_failed_ends_clear(qkv_storage *storage) {
+  qkvi_failed_end *failed = storage->failed_ends;
+  HASH_CLEAR(hh, storage->failed_ends);
+  while (failed != NULL) {
+    qkvi_failed_end *next = failed->hh.next;
+    free(failed);
+    failed = next;
   }
 }
 
@@ -65,7 +65,7 @@ static void refuse(qkvi_pending_entry *entry, qkv_status status) {
 static void check_fork(qkv_storage *storage, qkvi_pending_entry *entry) {
   if (entry->entry.kind != QKV_JOURNAL_SESSION_FORK) return;
   const uint64_t parent = entry->entry.parent;
-  if (!qkvi_session_poisoned(storage, parent) && !qkvi_sessions_failed(storage->sessions, parent)) {
+  if (!qkvi_session_end_failed(storage, parent) && !qkvi_sessions_failed(storage->sessions, parent)) {
     storage->journal.forks_next = true;
     return;
   }
@@ -89,7 +89,7 @@ static void end_batch(qkv_storage *storage, int error) {
     qkvi_pending_entry *next = entry->next;
     if (error == 0) journal->durable = entry->entry.sequence;
     journal->resolved = entry->order;
-    if (error != 0 && takes(&entry->entry)) poison(storage, entry->entry.session);
+    if (error != 0 && takes(&entry->entry)) note_failed_end(storage, entry->entry.session);
     if (error != 0 && opens(&entry->entry)) qkvi_sessions_fail(storage->sessions, entry->entry.session);
     if (entry->done != NULL) entry->done(entry->context, entry->refused == QKV_OK ? status : entry->refused);
     free((void *)entry->entry.payload);

@@ -340,7 +340,7 @@ void qkvi_put_message(qkv_storage *storage, qkvi_message *message) {
   }
   const qkvi_entry entry = qkvi_put_entry(put);
   put->tokens = qkvi_sessions_needed(storage->sessions, &entry);
-  put->cancelled = put->tokens == 0 || qkvi_session_poisoned(storage, put->request.meta.session);
+  put->cancelled = put->tokens == 0 || qkvi_session_end_failed(storage, put->request.meta.session);
   if (storage->encoders != NULL && qkv_pool_submit(storage->encoders, encode_job, put) == QKV_OK) return;
   encode(put);
   encoded(storage, message);

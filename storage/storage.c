@@ -297,7 +297,7 @@ void qkvi_storage_destroy(qkv_storage **storage) {
   uv_run(&old->loop, UV_RUN_DEFAULT);
   if (uv_loop_close(&old->loop) != 0) abort();
   munmap(old->region, (size_t)QKVI_WRITE_BYTES * QKVI_WRITE_BUFFERS);
-  qkvi_poison_clear(old);
+  qkvi_failed_ends_clear(old);
   qkvi_index_destroy(&old->index);
   qkvi_sessions_destroy(&old->sessions);
   pthread_mutex_destroy(&old->lock);
