@@ -46,6 +46,29 @@ static inline const qkv_embedded_coder *qkv_embedded(const qkv_coder *coder) {
   return (const qkv_embedded_coder *)coder;
 }
 
+// One head's keys or values as a device has coded them at the head's tier, with the bits of the kernels encode_rows,
+// or load_rows and encode (engine/kernel/simt/rows.h).
+typedef struct qkv_coded_rows {
+  const uint8_t *gains, *codes;   // [64]; of four groups, one after the other
+  const float *errors, *squares;  // [64]
+} qkv_coded_rows;
+
+typedef struct qkv_coded_page {
+  uint64_t position;
+  uint32_t tokens;
+  qkv_dtype dtype;
+  void *rows[2];                // by qkv_part: [tokens][kv_heads][dim], 64-byte aligned, to be filled by:
+  const qkv_coded_rows *parts;  // [kv_heads][2]
+  // Brings a row of `rows`, which may be an outlier. Few are asked for, of heads with heavy hitters all keys.
+  void (*bring)(void *context, uint16_t kv_head, qkv_part part, uint32_t slot);
+  void *context;
+} qkv_coded_page;
+
+// Whether pages are made of such rows: those without anchors and factors, of heads that have bits.
+bool qkv_embedded_takes_coded(const qkv_coder *coder);
+// The page, the same that encode makes of the rows: image [page_bytes_max]. Returns its bytes.
+size_t qkv_embedded_place_coded(const qkv_coder *coder, const qkv_coded_page *page, void *image);
+
 // The data-free transform of a row width.
 const qkv_transform *qkv_transform_uniform(uint16_t dim);
 

@@ -431,6 +431,99 @@ size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t 
   return ((const qkv_page_header *)image)->bytes;
 }
 
+// ---- Pages whose rows a device has coded ----
+
+// One head's K or V, whose rows come when they are asked for.
+typedef struct lazy_part {
+  const qkv_coder *coder;
+  uint16_t kv_head;
+  qkv_part part;
+  const page_rows *rows;
+  const qkv_coded_page *page;
+  float *turned, *scratch;  // [64][dim]; `turned` NULL: outliers are turned where they are looked at
+  uint64_t brought;         // slots, a mask
+} lazy_part;
+
+static void bring_row(void *context, size_t slot) {
+  lazy_part *lazy = context;
+  float squares[QKV_PAGE_TOKENS];
+  if ((lazy->brought >> slot & 1) != 0) return;
+  lazy->brought |= (uint64_t)1 << slot;
+  lazy->page->bring(lazy->page->context, lazy->kv_head, lazy->part, (uint32_t)slot);
+  if (lazy->turned == NULL) return;
+  const size_t dim = qkvi_coder_dim(lazy->coder, lazy->part);
+  qkv_rows row = source_of(lazy->coder, lazy->rows, lazy->kv_head, lazy->part);
+  row.data += slot * row.stride;
+  turn_rows(lazy->coder, lazy->kv_head, lazy->part, lazy->rows->position, (uint32_t)slot, 1, &row, lazy->scratch,
+            squares);
+  memcpy(lazy->turned + slot * dim, lazy->scratch + slot * dim, dim * sizeof *lazy->turned);
+}
+
+static void place_part(lazy_part *lazy, uint64_t heavy, void *image, qkv_outlier_set *set) {
+  const qkv_coded_rows *coded_as = &lazy->page->parts[2 * lazy->kv_head + lazy->part];
+  const qkv_head_coder *head = &qkv_embedded(lazy->coder)->heads[lazy->kv_head];
+  const qkv_rows source = source_of(lazy->coder, lazy->rows, lazy->kv_head, lazy->part);
+  qkvi_row_measures measures;
+  qkv_page_codes codes;
+  qkvi_find(lazy->coder, image, lazy->kv_head, lazy->part, &codes);
+  uint8_t *gains = (uint8_t *)codes.gains, *groups = (uint8_t *)codes.groups[0];
+  memcpy(gains, coded_as->gains, QKV_PAGE_TOKENS);
+  memcpy(groups, coded_as->codes,
+         QKV_PAGE_GROUPS * qkv_schedule_group_bytes(codes.schedule, head->tiers[lazy->part]));
+  memcpy(measures.errors, coded_as->errors, sizeof measures.errors);
+  memcpy(measures.squares, coded_as->squares, sizeof measures.squares);
+  qkvi_part_rows own =
+      part_rows_of(lazy->coder, lazy->kv_head, lazy->part, lazy->rows, heavy, &source, lazy->turned, gains, groups);
+  own.bring = bring_row;
+  own.bring_context = lazy;
+  const qkvi_outlier_slots found = qkvi_outliers_choose(lazy->coder, &own, &measures);
+  qkvi_outliers_store(&own, &found, &measures, gains, set);
+}
+
+static void place_coded_head(const qkv_coder *coder, uint16_t kv_head, const page_rows *rows,
+                             const qkv_coded_page *page, float *space, void *image, qkv_outlier_set *sets) {
+  const qkv_embedded_coder *own = qkv_embedded(coder);
+  for (uint32_t t = 0; own->heads[kv_head].heavy != NULL && t < rows->tokens; t++)
+    page->bring(page->context, kv_head, QKV_K, t);
+  const uint64_t heavy = heavy_of(coder, kv_head, rows);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const bool as_it_is =
+        (part == QKV_V || own->frame == QKV_FRAME_PLAIN) && own->heads[kv_head].transforms[part]->analysis == NULL;
+    lazy_part lazy = {.coder = coder,
+                      .kv_head = kv_head,
+                      .part = part,
+                      .rows = rows,
+                      .page = page,
+                      .turned = as_it_is ? NULL : space,
+                      .scratch = space + QKV_PAGE_TOKENS * widest(coder)};
+    place_part(&lazy, heavy, image, &sets[2 * kv_head + part]);
+  }
+}
+
+bool qkv_embedded_takes_coded(const qkv_coder *coder) {
+  if (coder->codec != &qkvi_codec_embedded) return false;
+  const qkv_embedded_coder *own = qkv_embedded(coder);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) {
+    if (own->heads[h].tiers[QKV_K] == 0 || own->heads[h].tiers[QKV_V] == 0) return false;
+  }
+  return own->anchors[QKV_K].kind == QKV_ANCHOR_NONE && own->anchors[QKV_V].kind == QKV_ANCHOR_NONE &&
+         own->low_rank.mode == QKV_LOW_RANK_OFF;
+}
+
+size_t qkv_embedded_place_coded(const qkv_coder *coder, const qkv_coded_page *page, void *image) {
+  assert(qkv_embedded_takes_coded(coder) && page->tokens >= 1 && page->tokens <= QKV_PAGE_TOKENS);
+  const page_rows rows = {page->position, page->tokens, page->dtype, {page->rows[QKV_K], page->rows[QKV_V]}};
+  qkv_outlier_set *sets = make_sets(coder);
+  float *space = allocate(2 * QKV_PAGE_TOKENS * widest(coder) * sizeof *space);
+  format_page(coder, rows.position, rows.tokens, NULL, image);
+  for (uint16_t h = 0; h < coder->kv_heads; h++) place_coded_head(coder, h, &rows, page, space, image, sets);
+  add_outliers(coder, sets, image);
+  free(space);
+  free(sets);
+  qkv_page_seal(image);
+  return ((const qkv_page_header *)image)->bytes;
+}
+
 // ---- Comparing ----
 
 // How many bits of a coordinate's code the lower tier does not have.

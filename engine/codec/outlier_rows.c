@@ -72,6 +72,7 @@ static uint64_t keep_worst(uint64_t slots, const float excesses[QKV_PAGE_TOKENS]
 // A slot's row in code space; `space` [dim] may be what is returned.
 static const float *turned_row(const qkvi_part_rows *rows, size_t slot, float *space) {
   const size_t dim = rows->head->schedules[rows->part]->dim;
+  if (rows->bring != NULL) rows->bring(rows->bring_context, slot);
   if (rows->turned != NULL) return rows->turned + slot * dim;
   qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, space, dim);
   qkv_transform_forward(rows->head->transforms[rows->part], space, 1, dim);
@@ -158,6 +159,7 @@ static bool wants_wide(const qkvi_part_rows *rows, const qkvi_outlier_slots *fou
 static void load_outlier(const qkvi_part_rows *rows, size_t slot, float *row) {
   const size_t dim = rows->head->schedules[rows->part]->dim;
   if (rows->part == QKV_V) return qkv_outlier_units(turned_row(rows, slot, row), rows->head->outlier_steps, dim, row);
+  if (rows->bring != NULL) rows->bring(rows->bring_context, slot);
   qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, row, dim);
 }
 

@@ -14,7 +14,8 @@ enum {
   // what the kernel may have.
   WIDTHS = 3,
   DECODE = MERGE + 1,
-  KERNELS = DECODE + WIDTHS,
+  ENCODE = DECODE + WIDTHS,
+  KERNELS = ENCODE + WIDTHS,
   SCRATCH_PART = 64,
   INPUT_BYTES = 512 << 10,
   WARP = 32,
@@ -37,16 +38,18 @@ void qkvi_gpu_set_calls(const qkvi_gpu *gpu, qkv_gpu_config *config) {
   {"qkv_simt_attend_" #dim "x" #rows "_q" #query_parts "w" #weight_parts, QKV_SIMT_SHARED_BYTES(dim)},
 #define KERNEL_CALIBRATED(dim) {"qkv_simt_calibrated_" #dim, QKV_SIMT_FRAME_SHARED_BYTES(dim)},
 #define KERNEL_TURN(dim) {"qkv_simt_turn_" #dim, QKV_SIMT_TURN_SHARED_BYTES(dim)},
-#define KERNEL_DECODE(dim) \
-  { "qkv_simt_decode_rows", QKV_SIMT_ROWS_SHARED_BYTES(dim) }
+#define KERNEL_DECODE(dim) {"qkv_simt_decode_rows", QKV_SIMT_ROWS_SHARED_BYTES(dim)},
+#define KERNEL_ENCODE(dim) {"qkv_simt_encode_rows", QKV_SIMT_ENCODE_SHARED_BYTES(dim)},
+#define WIDTHS_OF(kernel) kernel(64) kernel(128) kernel(QKVI_GPU_ROWS_DIM_MAX)
   static const qkv_gpu_kernel kernels[] = {QKV_SIMT_SHAPES(KERNEL) QKV_SIMT_CALIBRATED(KERNEL_CALIBRATED)
                                                QKV_SIMT_CALIBRATED(KERNEL_TURN){"qkv_simt_merge_partials", 0},
-                                           KERNEL_DECODE(64), KERNEL_DECODE(128),
-                                           KERNEL_DECODE(QKVI_GPU_ROWS_DIM_MAX)};
+                                           WIDTHS_OF(KERNEL_DECODE) WIDTHS_OF(KERNEL_ENCODE)};
 #undef KERNEL
 #undef KERNEL_CALIBRATED
 #undef KERNEL_TURN
 #undef KERNEL_DECODE
+#undef KERNEL_ENCODE
+#undef WIDTHS_OF
   _Static_assert(sizeof kernels / sizeof *kernels == KERNELS, "kernels");
   config->kernels = kernels;
   config->kernel_count = KERNELS;
@@ -175,4 +178,11 @@ qkv_status qkvi_gpu_decode(qkvi_gpu *gpu, const qkv_device_call *call, uint16_t 
   qkv_simt_decode_args own = *args;
   own.tables = (const qkv_simt_row_tables *)(uintptr_t)gpu->row_tables;
   return run_rows(gpu, call, DECODE + variant_of(dim), own.count, dim, &own, sizeof own, error);
+}
+
+qkv_status qkvi_gpu_encode_jobs(qkvi_gpu *gpu, const qkv_device_call *call, uint16_t dim,
+                                const qkv_simt_encode_args *args, qkv_error *error) {
+  qkv_simt_encode_args own = *args;
+  own.tables = (const qkv_simt_encode_tables *)(uintptr_t)gpu->row_tables;
+  return run_rows(gpu, call, ENCODE + variant_of(dim), own.count, dim, &own, sizeof own, error);
 }

@@ -288,6 +288,82 @@ static void the_driver_fails(void **unused) {
   teardown(&w);
 }
 
+// ---- Rows to pages ----
+
+static qkv_cuda_memory copy_in(const void *from, size_t bytes) {
+  qkv_cuda_memory to;
+  qkv_cuda_stream stream;
+  qkv_cuda_event done;
+  must(cuda.MemAlloc(&to, bytes));
+  must(cuda.StreamCreate(&stream, QKV_CUDA_STREAM_NON_BLOCKING));
+  must(cuda.EventCreate(&done, QKV_CUDA_EVENT_UNTIMED));
+  must(cuda.MemcpyHtoDAsync(to, from, bytes, stream));
+  must(cuda.EventRecord(done, stream));
+  while (cuda.EventQuery(done) == QKV_CUDA_NOT_READY) {
+  }
+  must(cuda.EventDestroy(done));
+  must(cuda.StreamDestroy(stream));
+  return to;
+}
+
+static void *page_of(const qkv_coder *coder) {
+  const size_t bytes = (coder->codec->page_bytes_max(coder) + 63) / 64 * 64;
+  return memset(aligned_alloc(64, bytes), 0, bytes);
+}
+
+// Some rows are much larger than others, so that they are outliers; those at the first positions are sinks.
+static void check_page(world *w, const qkv_coder *coder, qkv_status expected_status) {
+  static const qkv_dtype dtypes[] = {QKV_FP32, QKV_FP16, QKV_BF16};
+  const qkv_dtype dtype = dtypes[random_below(&w->seed, 3)];
+  const uint32_t tokens = random_below(&w->seed, 2) == 0 ? QKV_PAGE_TOKENS : 1 + (uint32_t)random_below(&w->seed, 64);
+  const size_t row = DIM * qkv_dtype_size(dtype), count = (size_t)tokens * HEADS * DIM, bytes = tokens * HEADS * row;
+  const uint64_t position = random_below(&w->seed, 3) == 0 ? 0 : 64 * random_below(&w->seed, 100);
+  void *narrow[2], *there = page_of(coder), *here = page_of(coder);
+  qkvi_gpu_page page = {.coder = coder, .position = position, .tokens = tokens, .dtype = dtype};
+  for (size_t part = 0; part < 2; part++) {
+    float *rows = random_floats(random_next(&w->seed), count);
+    for (size_t i = 0; i < count; i++) rows[i] *= i / DIM % 37 == 5 ? 40 : i % DIM == 3 ? 6 : 1;
+    narrow[part] = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    qkv_from_float(dtype, rows, narrow[part], count);
+    page.from[part] = (qkvi_gpu_place){copy_in(narrow[part], bytes), HEADS * row, row};
+    free(rows);
+  }
+  qkv_error error = {0};
+  size_t made = 0;
+  const qkv_status status = qkvi_gpu_encode(w->gpu, &page, there, &made, &error);
+  if (expected_status == QKV_OK && status != QKV_OK) fail_msg("%s", error.text);
+  const size_t expected = coder->codec->encode(coder, position, tokens, dtype, narrow[0], narrow[1], NULL, here);
+  if (status == QKV_OK) {
+    assert_int_equal(made, expected);
+    assert_memory_equal(there, here, expected);
+  }
+  for (size_t part = 0; part < 2; part++) {
+    if (status == QKV_OK) must(cuda.MemFree(page.from[part].at));
+    free(narrow[part]);
+  }
+  free(there);
+  free(here);
+}
+
+static void pages_have_the_same_bytes(void **unused) {
+  (void)unused;
+  world w;
+  setup(&w, 9, true);
+  enter_context();
+  const fake_cuda_state before = fake_read();
+  for (size_t i = 0; i < CODERS * FETCHES / 2; i++) check_page(&w, w.coders[i % CODERS], QKV_OK);
+  assert_true(fake_read().launches >= before.launches + 4 * (FETCHES / 2));  // but of the one with anchors
+  for (size_t i = 0; i < FAULTS / 2; i++) {
+    for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
+    enter_context();
+    fake_fail(i % 2 == 0 ? "cuMemcpyDtoHAsync" : "cuLaunchKernel", 1, 719);
+    check_page(&w, w.coders[i % CODERS], QKV_UNAVAILABLE);
+    fake_fail("", 1, 0);
+  }
+  for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
+  teardown(&w);
+}
+
 static int load(void **unused) {
   (void)unused;
   void *library = dlopen(FAKE_CUDA, RTLD_NOW);
@@ -302,6 +378,6 @@ int main(void) {
   qkv_kernels_setup(UINT32_MAX);
   const struct CMUnitTest tests[] = {cmocka_unit_test(rows_have_the_same_bytes),
                                      cmocka_unit_test(resident_pages_do_not_cross),
-                                     cmocka_unit_test(the_driver_fails)};
+                                     cmocka_unit_test(the_driver_fails), cmocka_unit_test(pages_have_the_same_bytes)};
   return cmocka_run_group_tests(tests, load, NULL);
 }
