@@ -329,6 +329,44 @@ static void sections_have_the_same_entries(void **state) {
   qkv_calibration_unref(&calibration);
 }
 
+// One KV head, of one group of pairs or of many; only some of a wide row turns.
+static void narrow_and_wide_heads_have_sections(void **state) {
+  (void)state;
+  static const uint32_t dims[] = {8, 256};
+  for (size_t i = 0; i < 2; i++) {
+    const uint32_t dim = dims[i];
+    qkv_calibration_shape shape = {.layers = 1, .kv_heads = 1, .q_heads = 1, .key_dim = dim, .value_dim = 8};
+    shape.rope = (qkv_rope){.theta = 10000, .width = dim < 64 ? dim : 64};
+    qkv_error error = {0};
+    assert_int_equal(qkv_rope_resolve(&shape.rope, dim, &error), QKV_OK);
+    qkv_moments *moments = qkv_moments_create(&shape);
+    naive_random random = {13};
+    for (uint64_t t = 0; t < LEARNT; t++) {
+      float k[256], v[8];
+      for (size_t c = 0; c < dim; c++) k[c] = (float)(2 + naive_gaussian(&random) * pow(0.98, (double)c));
+      for (size_t c = 0; c < 8; c++) v[c] = (float)naive_gaussian(&random);
+      qkv_moments_add(moments, 0, t, 1, k, v, true);
+    }
+    qkv_calibration *made = NULL, *again = NULL;
+    size_t size;
+    assert_int_equal(qkv_calibrate(moments, &QKV_CALIBRATE_DEFAULTS, &made, &error), QKV_OK);
+    qkv_moments_destroy(&moments);
+    const qkv_calibration *plain = qkv_calibration_ref(made);
+    qkv_section_wants wants = {0};
+    qkv_section_want(&wants, &(qkv_policy){.codec = qkv_codec_by_name("commvq"), .bits_k = 1, .bits_v = 1});
+    assert_int_equal(qkv_calibration_sections_cost(&shape, &wants), 64 + 64 * dim);
+    assert_int_equal(qkv_calibration_add_sections(&plain, &wants, NULL, &again, &error), QKV_OK);
+    const void *file = qkv_calibration_bytes(again, &size);
+    qkv_calibration *read = NULL;
+    assert_int_equal(qkv_calibration_read(file, size, &read, &error), QKV_OK);
+    assert_int_equal(qkv_commvq_book_get(read, 0, 0, 1)->groups, dim / QKV_COMMVQ_WIDTH);
+    expect_same_entries(qkv_commvq_book_get(made, 0, 0, 1), qkv_commvq_book_get(read, 0, 0, 1));
+    qkv_calibration_unref((const qkv_calibration **)&made);
+    qkv_calibration_unref((const qkv_calibration **)&again);
+    qkv_calibration_unref((const qkv_calibration **)&read);
+  }
+}
+
 // Entries are 2 x 2 matrices that commute with rotations; the book is made once and goes with the calibration.
 static void books(void **state) {
   (void)state;
@@ -372,6 +410,7 @@ int main(void) {
       cmocka_unit_test(attention_is_that_of_the_decoded_rows),
       cmocka_unit_test(repeated_rows_are_told_from_others),
       cmocka_unit_test(sections_have_the_same_entries),
+      cmocka_unit_test(narrow_and_wide_heads_have_sections),
       cmocka_unit_test(books),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
