@@ -49,7 +49,7 @@ mkdir -p "$output"
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
 "$python" -m grpc_tools.protoc -I../../proto --python_out="$made" --pyi_out="$made" \
-  qkv/v1/tensor.proto qkv/v1/model.proto qkv/v1/kv_cache.proto qkv/v1/objects.proto qkv/v1/admin.proto
+  qkv/v1/tensor.proto qkv/v1/model.proto qkv/v1/kv_cache.proto qkv/v1/objects.proto qkv/v1/shared_memory.proto qkv/v1/admin.proto
 # The messages stay qkv.v1, as on the wire; the Python modules belong to this package.
 for file in "$made"/qkv/v1/*; do
   sed -e 's/^from qkv\.v1 import /from qkvd.v1 import /' -e "s/, 'qkv\.v1\.\([a-z_]*_pb2\)', _globals)/, 'qkvd.v1.\1', _globals)/" \

@@ -369,12 +369,13 @@ def test_fork(client, session, rows):
             session.fork("beyond", 201)
 
 
-def test_not_served_yet(client, session):
-    """In the contract, refused by the daemon in a sentence."""
-    from qkvd.v1.admin_pb2 import GetStatusRequest, GetStatusResponse  # empty, as the request of the method
+def test_what_is_not_served(client):
+    """Refused by the daemon in a sentence."""
+    from qkvd.v1.shared_memory_pb2 import CudaSharedMemoryStatusRequest, CudaSharedMemoryStatusResponse
 
-    with pytest.raises(qkvd.Unimplemented, match="CudaSharedMemoryStatus"):
-        client.call("/qkv.v1.SharedMemory/CudaSharedMemoryStatus", GetStatusRequest(), GetStatusResponse)
+    method = "/qkv.v1.SharedMemory/CudaSharedMemoryStatus"
+    with pytest.raises(qkvd.Unimplemented, match="--allow-client-shm"):
+        client.call(method, CudaSharedMemoryStatusRequest(), CudaSharedMemoryStatusResponse)
 
 
 def test_decode_stream(client, model, session, rows, queries):

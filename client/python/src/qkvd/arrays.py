@@ -8,6 +8,7 @@ uint16: `bf16_to_fp32` widens it.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,44 @@ class WireTensor(NamedTuple):
     dtype: tensor_pb2.DType
     dims: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes; () where dense
-    data: Array  # C-contiguous
+    data: Array  # C-contiguous; empty where the rows lie in a region
+    place: Placed | None = None
+
+
+_NOTHING: Array = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a region that is registered with the daemon (`qkvd.memory`), in the place of an array."""
+
+    region: str
+    offset: int  # of its first element in the region, in bytes
+    shape: tuple[int, ...]
+    dtype: str  # "fp32", "fp16" or "bf16"
+    strides: tuple[int, ...]  # in bytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, which: slice) -> Placed:
+        begin, end, step = which.indices(self.shape[0])
+        if step != 1:
+            raise InvalidArgument(f"a tensor in a region is cut with a step of {step}, allowed is 1")
+        count = max(end - begin, 0)
+        return replace(self, offset=self.offset + begin * self.strides[0], shape=(count, *self.shape[1:]))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return NUMPY_OF[dtype_number(self.dtype)].itemsize
+
+    @property
+    def reach(self) -> int:
+        """Bytes from the first element to behind the last."""
+        if 0 in self.shape:
+            return 0
+        return sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True)) + self.itemsize
 
 
 def dtype_number(name: str | None) -> tensor_pb2.DType:
@@ -68,6 +106,8 @@ def as_numpy(array: Any, what: str) -> Array:
 
 def to_wire(array: Any, what: str) -> WireTensor:
     """Describes the array as it lies where its elements fill their memory, in whatever order; packs it elsewhere."""
+    if isinstance(array, Placed):
+        return WireTensor(dtype_number(array.dtype), array.shape, array.strides, _NOTHING, array)
     values = as_numpy(array, what)
     number = _WIRE_OF.get(values.dtype)
     if number is None and values.dtype.newbyteorder("=") in _CONVERTED:

@@ -403,7 +403,7 @@ class Client:
         if not packed:
             return 0
         key = batch[0].session
-        if self._native.usable() and all(item.k is not None and item.q is None for item in packed):
+        if self._native.usable() and all(item.k is not None and item.q is None and not item.placed for item in packed):
             new = self._native.append(packed, self._seconds(timeout))
             if new is not None:
                 return new

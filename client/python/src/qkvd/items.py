@@ -69,6 +69,11 @@ class Packed:
         """Of its rows and queries."""
         return sum(tensor.data.nbytes for tensor in (self.k, self.v, self.q) if tensor is not None)
 
+    @property
+    def placed(self) -> bool:
+        """Whether any of them lie in a region of the daemon's."""
+        return any(tensor is not None and tensor.place is not None for tensor in (self.k, self.v, self.q))
+
     def parts(self) -> list[wire.Part]:
         """The parts of the entry in a request's message."""
         item = self.item

@@ -234,6 +234,8 @@ def checked_threads(threads: int) -> int:
 
 
 def _tensor(library: Any, tensor: WireTensor) -> Any:
+    if tensor.place is not None:
+        raise InvalidArgument("rows in a region cannot be encoded here")
     return library.Tensor(int(tensor.dtype), tensor.dims, tensor.strides, tensor.data)
 
 

@@ -63,6 +63,10 @@ def item(small: kv_cache_pb2.Item, tensors: Iterable[tuple[int, str, WireTensor]
             message.dtype, message.data = tensor.dtype, tensor.data.tobytes()
             message.dims.extend(tensor.dims)
             message.strides.extend(tensor.strides)
+            if tensor.place is not None:
+                message.shared_memory_region = tensor.place.region
+                message.shared_memory_offset = tensor.place.offset
+                message.shared_memory_byte_size = tensor.place.reach
         else:
             head, data, size = _tensor(field, tensor)
             parts += (head, data)

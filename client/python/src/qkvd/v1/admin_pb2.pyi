@@ -31,8 +31,36 @@ class OptionValue(_message.Message):
     source: str
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
+class GpuStatus(_message.Message):
+    __slots__ = ("device", "name", "uuid", "up", "reason", "bytes", "bytes_limit", "ranges", "sessions", "hits", "misses", "failures")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    name: str
+    uuid: str
+    up: bool
+    reason: str
+    bytes: int
+    bytes_limit: int
+    ranges: int
+    sessions: int
+    hits: int
+    misses: int
+    failures: int
+    def __init__(self, device: _Optional[str] = ..., name: _Optional[str] = ..., uuid: _Optional[str] = ..., up: bool = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_limit: _Optional[int] = ..., ranges: _Optional[int] = ..., sessions: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., failures: _Optional[int] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "state", "uptime_ms", "models", "sessions", "kv_bytes", "kv_bytes_limit", "rss_bytes", "listen", "cpu", "metrics", "options", "learning_bytes", "calibration_bytes", "kv_bytes_available", "overhead_bytes")
+    __slots__ = ("version", "state", "uptime_ms", "models", "sessions", "kv_bytes", "kv_bytes_limit", "rss_bytes", "listen", "cpu", "metrics", "options", "learning_bytes", "calibration_bytes", "kv_bytes_available", "overhead_bytes", "gpus")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +77,7 @@ class GetStatusResponse(_message.Message):
     CALIBRATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     OVERHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     version: str
     state: str
     uptime_ms: int
@@ -65,7 +94,8 @@ class GetStatusResponse(_message.Message):
     calibration_bytes: int
     kv_bytes_available: int
     overhead_bytes: int
-    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., models: _Optional[int] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_limit: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., cpu: _Optional[str] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., options: _Optional[_Iterable[_Union[OptionValue, _Mapping]]] = ..., learning_bytes: _Optional[int] = ..., calibration_bytes: _Optional[int] = ..., kv_bytes_available: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[GpuStatus]
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., models: _Optional[int] = ..., sessions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_limit: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., cpu: _Optional[str] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., options: _Optional[_Iterable[_Union[OptionValue, _Mapping]]] = ..., learning_bytes: _Optional[int] = ..., calibration_bytes: _Optional[int] = ..., kv_bytes_available: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., gpus: _Optional[_Iterable[_Union[GpuStatus, _Mapping]]] = ...) -> None: ...
 
 class CompareRequest(_message.Message):
     __slots__ = ("session",)
