@@ -50,19 +50,25 @@ unset QKV_ON_DEVICE_IMAGE
 
 failed=0
 for program in $programs; do
-  name=${program##*/on_device_}
   for ((i = 0; i < 3; i++)); do
-    "$program" "$((RANDOM * 32768 + RANDOM))" 2>&1 | tee "$out/$name.bits.$i.log" || failed=1
-  done
-  if ! command -v compute-sanitizer > /dev/null; then
-    echo "on_device.sh: there is no compute-sanitizer"
-    continue
-  fi
-  for tool in memcheck racecheck synccheck initcheck; do
-    timeout 90 compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" 1 > "$out/$name.$tool.log" 2>&1 || failed=1
-    tail -n 1 "$out/$name.$tool.log"
+    "$program" "$((RANDOM * 32768 + RANDOM))" 2>&1 | tee "$out/${program##*/on_device_}.bits.$i.log" || failed=1
   done
 done
+# The programs at the same time, so that all tools end within six minutes.
+if command -v compute-sanitizer > /dev/null; then
+  for tool in memcheck racecheck synccheck initcheck; do
+    checks=()
+    for program in $programs; do
+      log=$out/${program##*/on_device_}.$tool.log
+      timeout 90 compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" 1 > "$log" 2>&1 &
+      checks+=("$!")
+    done
+    for check in "${checks[@]}"; do wait "$check" || failed=1; done
+    tail -n 1 "$out"/*."$tool".log
+  done
+else
+  echo "on_device.sh: there is no compute-sanitizer"
+fi
 QKV_ON_DEVICE_TIMES=32 "$build/bin/on_device_attend" 1 | tee "$out/times.log" | sed -n '/^kernel,/,$p' > "$out/times.csv" || failed=1
 cat "$out/times.csv"
 exit $failed
