@@ -217,6 +217,30 @@ def test_coded_rows_are_made_on_the_gpu(server, memory, make_cache, dtype, layou
             list(cache.stub.Fetch(request, timeout=TIMEOUT))
 
 
+def test_two_gpus(kernels):  # noqa: F811
+    """Memory of either, and keys on the one while values go to the other, wherever the session is."""
+    with with_gpu(kernels, "--allow-client-shm", "--gpu-devices", "all") as daemon, Object(MIB) as a, Object(MIB) as b:
+        stub = shared_memory_pb2_grpc.SharedMemoryStub(daemon.channel())
+        register_cuda(stub, "a", handle_of(a), MIB, device_id=0)
+        register_cuda(stub, "b", handle_of(b), MIB, device_id=1)
+        assert cuda_regions(stub) == [("a", 0, MIB), ("b", 1, MIB)]
+        with refused(CODE.INVALID_ARGUMENT, "region.device_id is 2"):
+            register_cuda(stub, "c", handle_of(a), MIB, device_id=2)
+        for name in ("first", "second"):  # of which each GPU has one
+            cache = Cache(daemon.stub(), name, recent_window=10, key_dim=64, value_dim=64)
+            cache.append(0, *cache.rows(300))
+            request = kv.FetchRequest(session=name, layers=[0], dtype=FP16)
+            (plain,) = cache.stub.Fetch(request, timeout=TIMEOUT)
+            for k, v in ((("a", a), ("b", b)), (("b", b), ("a", a))):
+                request.k_into.CopyFrom(tensor_pb2.RegionPart(shared_memory_region=k[0], shared_memory_byte_size=MIB))
+                request.v_into.CopyFrom(tensor_pb2.RegionPart(shared_memory_region=v[0], shared_memory_byte_size=MIB))
+                (piece,) = cache.stub.Fetch(request, timeout=TIMEOUT)
+                for part, (_, there) in (("k", k), ("v", v)):
+                    data = getattr(plain, part).data
+                    assert bytes(there.memory.buf[:len(data)]) == data, (name, part, piece.k.shared_memory_region)
+        assert daemon.metric("qkvd_gpu_down") == 0
+
+
 @pytest.mark.parametrize("queries", [1, 64])
 def test_attention_from_and_into_the_gpu(memory, make_cache, queries):
     cache = make_cache(recent_window=16)
