@@ -282,13 +282,18 @@ static qkv_status lost(const qkvi_region *region, qkv_error *error) {
                   region->name, qkvi_mapping_name(&region->mapping));
 }
 
+static void count_copy(const qkvi_region *region, bool done, qkvi_region_counter counter, uint64_t bytes) {
+  qkv_metric_add(region->counters[done ? counter : QKVI_REGION_LOST], done ? (int64_t)bytes : 1);
+}
+
+static qkv_status unreachable(const qkvi_region *region, qkv_error *error) {
+  return qkv_error_prefix(error, "the region %s cannot be reached: ", region->name);
+}
+
 static qkv_status copied(const qkvi_region *region, qkv_status status, qkvi_region_counter counter, size_t bytes,
                          qkv_error *error) {
-  const bool done = status == QKV_OK;
-  qkv_metric_add(region->counters[done ? counter : QKVI_REGION_LOST], done ? (int64_t)bytes : 1);
-  if (!done && region->kind == QKVI_REGION_CUDA)
-    return qkv_error_prefix(error, "the region %s cannot be reached: ", region->name);
-  return status;
+  count_copy(region, status == QKV_OK, counter, bytes);
+  return status != QKV_OK && region->kind == QKVI_REGION_CUDA ? unreachable(region, error) : status;
 }
 
 qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkv_error *error) {
@@ -323,11 +328,11 @@ qkv_status qkvi_regions_fetch(qkvi_region *const regions[2], const qkvi_gpu_rows
     assert(rows->to[part].at <= regions[part]->bytes && bytes[part] <= regions[part]->bytes - rows->to[part].at);
     lent[part] = regions[part]->lent;
   }
-  qkv_status status = qkvi_gpu_lent_fetch(lent, rows, error);
+  const qkv_status status = qkvi_gpu_lent_fetch(lent, rows, error);
   for (int part = 0; part < 2; part++) {
-    if (regions[part] != NULL) status = copied(regions[part], status, QKVI_REGION_WRITTEN, bytes[part], error);
+    if (regions[part] != NULL) count_copy(regions[part], status == QKV_OK, QKVI_REGION_WRITTEN, bytes[part]);
   }
-  return status;
+  return status == QKV_OK ? status : unreachable(regions[regions[0] != NULL ? 0 : 1], error);
 }
 
 void qkvi_region_put(qkv_wire_writer *writer, const qkvi_region_part *part, uint64_t offset, uint64_t bytes) {

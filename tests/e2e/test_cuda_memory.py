@@ -372,13 +372,16 @@ def test_a_gpu_that_fails(kernels, fault):  # noqa: F811
         part = tensor_pb2.RegionPart(shared_memory_region="r", shared_memory_byte_size=MIB)
         with refused(CODE.UNAVAILABLE, "the region r cannot be reached"):
             cache.fetch(k_into=part)
+        with pytest.raises(grpc.RpcError) as both:
+            cache.fetch(k_into=part, v_into=part)
+        assert both.value.details().count("cannot be reached") == 1, both.value.details()
         query = cache.item(position - 1, q=cache.queries(1))
         with refused(CODE.UNAVAILABLE, "the region r cannot be reached"):
             cache.stub.Attend(kv.AttendRequest(items=[query], results_into=part), timeout=TIMEOUT)
         with refused(CODE.UNAVAILABLE, "the GPU is not used now"):
             register_cuda(stub, "other", handle_of(at), MIB)
         cache.append(position, k, v)  # all others are served
-        assert daemon.metric("qkvd_client_shm_lost_total") == 4 and daemon.metric("qkvd_gpu_down") == 1
+        assert daemon.metric("qkvd_client_shm_lost_total") == 6 and daemon.metric("qkvd_gpu_down") == 1
         if fault.startswith("cuEventQuery"):
             return  # the other one waits those 10 s
         wait_for(lambda: daemon.metric("qkvd_gpu_down") == 0, "the GPU is not opened again")
