@@ -678,22 +678,14 @@ static void points_of_first_formats_stay(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(bytes_are_as_drawn),
-      cmocka_unit_test(parts_are_found_again),
-      cmocka_unit_test(orders_become_schedules),
-      cmocka_unit_test(versions_follow_the_content),
-      cmocka_unit_test(another_model_is_told_apart),
-      cmocka_unit_test(damage_is_told),
-      cmocka_unit_test(absurd_products_are_refused),
-      cmocka_unit_test(every_cut_and_every_flip_is_refused),
-      cmocka_unit_test(limits_hold_for_writers),
-      cmocka_unit_test(golden_files),
-      cmocka_unit_test(sections_are_found_again),
-      cmocka_unit_test(damaged_sections_are_told),
-      cmocka_unit_test(damaged_entries_are_told),
-      cmocka_unit_test(golden_sections),
-      cmocka_unit_test(points_of_first_formats_stay),
-      cmocka_unit_test(the_mean_of_what_turns_is_the_anchor),
+      cmocka_unit_test(bytes_are_as_drawn),           cmocka_unit_test(parts_are_found_again),
+      cmocka_unit_test(orders_become_schedules),      cmocka_unit_test(versions_follow_the_content),
+      cmocka_unit_test(another_model_is_told_apart),  cmocka_unit_test(damage_is_told),
+      cmocka_unit_test(absurd_products_are_refused),  cmocka_unit_test(every_cut_and_every_flip_is_refused),
+      cmocka_unit_test(limits_hold_for_writers),      cmocka_unit_test(golden_files),
+      cmocka_unit_test(sections_are_found_again),     cmocka_unit_test(damaged_sections_are_told),
+      cmocka_unit_test(damaged_entries_are_told),     cmocka_unit_test(golden_sections),
+      cmocka_unit_test(points_of_first_formats_stay), cmocka_unit_test(the_mean_of_what_turns_is_the_anchor),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
