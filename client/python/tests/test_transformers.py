@@ -1,10 +1,12 @@
 """transformers generates with its cache in a real daemon: the same text as with its own cache."""
 
 import os
+import threading
 
 import numpy as np
 import pytest
 from daemon import Daemon
+from proxy import Proxy
 from readme import TARGET, python_example
 from secured import Secured
 
@@ -287,6 +289,33 @@ def test_a_named_session_goes_on(daemon, client, tinylm):
     with pytest.raises(qkvd.FailedPrecondition, match="chat-42 is of the model tinylm, not of other"):
         QkvdCache(client, tinylm, session="chat-42", model_name="other")
     client.session("chat-42").close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_daemon_killed_in_the_middle_of_a_text(tinylm, tmp_path, mode):
+    """Calls under way are sent again to the one that follows it, which has the rows: nobody sees that it was gone."""
+    prompt = tokens(text("prompt.txt"))
+    expected, _ = generate(tinylm, prompt, count=60)
+    over, came_back = threading.Event(), threading.Event()
+    with Daemon("--data-dir", str(tmp_path), "--durability", "sync") as daemon, Proxy(daemon.target) as proxy:
+
+        def start_again():
+            daemon.process.wait()
+            daemon.start()
+            came_back.set()
+            over.wait()  # the daemon ends with the thread that has started it
+
+        with (
+            qkvd.Client(proxy.target, retry_for=60) as client,
+            QkvdCache(client, tinylm, mode=mode, policy=qkvd.EXACT) as cache,
+        ):
+            first, _ = generate(tinylm, prompt, cache, count=30)
+            threading.Thread(target=start_again, daemon=True).start()
+            proxy.after(20_000, daemon.kill)  # of a hundred thousand and more
+            got, _ = generate(tinylm, first, cache, count=30)
+        assert came_back.is_set()
+    over.set()
+    assert torch.equal(got, expected)
 
 
 def test_long_prompts_go_in_steps(client, monkeypatch):
