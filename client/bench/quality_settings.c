@@ -114,13 +114,14 @@ static void name_rest(const qkvi_setting *setting, char name[QKVI_SETTING_NAME_M
 
 // "kivi q_group_size=64"
 static size_t name_codec(const qkv_policy *policy, qkv_part part, char name[QKVI_SETTING_NAME_MAX], size_t length) {
-  const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  const qkv_codec *codec = qkv_policy_codec(policy, part);
+  const char *of;
+  const qkv_parameter *parameter;
   length += (size_t)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, "%s", codec->name);
-  for (size_t i = 0; i < codec->parameter_count; i++) {
-    const uint32_t value = qkv_parameter_of(policy, part, i);
-    if (value == codec->parameters[i].fallback) continue;
-    length += (size_t)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, " %s=%" PRIu32,
-                               codec->parameters[i].name, value);
+  for (size_t i = 0; (parameter = qkv_codec_parameter(codec, i, &of)) != NULL; i++) {
+    const uint32_t value = policy->parameters[part][i];
+    if (value == 0 || value == parameter->fallback) continue;
+    length += (size_t)snprintf(name + length, QKVI_SETTING_NAME_MAX - length, " %s=%" PRIu32, parameter->name, value);
   }
   return length;
 }
@@ -194,10 +195,13 @@ static qkv_status parse_parameters(const char **text, const qkv_codec *codec, ui
         (*end != ',' && *end != '/' && *end != '\0'))
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s is no parameter, expected NAME=VALUE", name);
     size_t i = 0;
-    while (i < codec->parameter_count && (strlen(codec->parameters[i].name) != (size_t)(equals - name) ||
-                                          strncmp(codec->parameters[i].name, name, (size_t)(equals - name)) != 0))
+    const char *of;
+    const qkv_parameter *parameter;
+    while ((parameter = qkv_codec_parameter(codec, i, &of)) != NULL &&
+           (strlen(parameter->name) != (size_t)(equals - name) ||
+            strncmp(parameter->name, name, (size_t)(equals - name)) != 0))
       i++;
-    if (i == codec->parameter_count)
+    if (parameter == NULL)
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s has no parameter %.*s", codec->name, (int)(equals - name),
                       name);
     values[i] = (uint32_t)value;

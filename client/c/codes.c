@@ -26,16 +26,19 @@ struct qkvi_kept_codes {
 
 // ---- Messages as the engine's structs ----
 
-static void read_policy(const Qkv__V1__CodecPolicy *from, qkv_policy *to) {
+void qkvi_policy_of_message(const Qkv__V1__CodecPolicy *from, qkv_policy *to) {
   *to = QKV_POLICY_UNSET;
   if (from == NULL) return;
   to->codec = qkv_codec_by_name(from->codec);
   to->codec_v = from->codec_v[0] == '\0' ? NULL : qkv_codec_by_name(from->codec_v);
-  const qkv_codec *codecs[] = {to->codec, to->codec_v != NULL ? to->codec_v : to->codec};
+  const char *of;
+  const qkv_parameter *parameter;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    for (size_t i = 0; codecs[part] != NULL && i < codecs[part]->parameter_count; i++)
-      to->parameters[part][i] =
-          qkv_parameters_read(&from->base, codecs[part]->name, codecs[part]->parameters[i].name);
+    const qkv_codec *codec = qkv_policy_codec(to, part);
+    for (size_t i = 0; (parameter = qkv_codec_parameter(codec, i, &of)) != NULL; i++) {
+      const uint32_t value = qkv_parameters_read(&from->base, of, parameter->name);
+      to->parameters[part][i] = value == parameter->fallback ? 0 : value;
+    }
   }
   to->bits_k = from->bits_k;
   to->bits_v = from->bits_v;
@@ -80,14 +83,14 @@ static qkv_status read_model(const Qkv__V1__Model *from, qkv_model *to, qkv_erro
                     .sliding_window = from->sliding_window,
                     .soft_cap = from->soft_cap};
   (void)snprintf(to->name, sizeof to->name, "%s", from->name);
-  read_policy(from->policy, &to->policy);
+  qkvi_policy_of_message(from->policy, &to->policy);
   to->overrides = calloc(from->n_overrides + 1, sizeof *to->overrides);
   assert(to->overrides != NULL);
   for (size_t i = 0; i < from->n_overrides; i++) {
     const Qkv__V1__LayerOverride *override = from->overrides[i];
     to->overrides[to->override_count++] = (qkv_layer_override){
         .layer = override->layer, .sliding_window = override->sliding_window, .soft_cap = override->soft_cap};
-    read_policy(override->policy, &to->overrides[i].policy);
+    qkvi_policy_of_message(override->policy, &to->overrides[i].policy);
   }
   if (qkv_dtype_size(to->dtype) == 0)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "dtype is %d, known are 1 to 3", (int)to->dtype);
@@ -219,7 +222,7 @@ static qkv_code make_code(const qkvi_coded_session *session, kept_code *row, qkv
   qkv_policy policy;
   const qkv_purpose purpose =
       session->info->purpose == QKV__V1__PURPOSE__PURPOSE_FETCH ? QKV_PURPOSE_FETCH : QKV_PURPOSE_ATTEND;
-  read_policy(session->info->policy, &policy);
+  qkvi_policy_of_message(session->info->policy, &policy);
   qkv_status status = read_model(session->model->model, &model, &reason);
   if (status == QKV_OK)
     status = qkv_page_code_create(&model, &policy, purpose, row->calibration, &row->code, &reason);

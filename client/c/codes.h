@@ -22,6 +22,8 @@ void qkvi_coded_session_free(qkvi_coded_session *session);
 
 // All zeros where there is none; to be resolved (engine/codec/rope.h).
 qkv_rope qkvi_rope_of_message(const Qkv__V1__Rope *from);
+// NULL: nothing is said.
+void qkvi_policy_of_message(const Qkv__V1__CodecPolicy *from, qkv_policy *to);
 
 // The session's code under the calibration of a version; 0: data-free. `hash` is the calibration's; 0: any that the
 // daemon has of that version. `*code` is the client's, and stays until the client has been asked for CODES_MAX

@@ -51,7 +51,25 @@ typedef struct filled_policy {
   Qkv__V1__Kivi kivi;
   Qkv__V1__Turboquant turboquant, turboquant_ip;
   Qkv__V1__Polarquant polarquant;
+  Qkv__V1__OutlierChannels turboquant_outliers, turboquant_ip_outliers;
+  Qkv__V1__LowRankStage low_rank_stage;
+  Qkv__V1__DeltaStage delta_stage;
 } filled_policy;
+
+static void fill_stages(const qkv_client_policy *from, filled_policy *filled) {
+  Qkv__V1__CodecPolicy *to = &filled->policy;
+  if (from->low_rank_stage_rank != 0) {
+    filled->low_rank_stage = (Qkv__V1__LowRankStage)QKV__V1__LOW_RANK_STAGE__INIT;
+    filled->low_rank_stage.rank = from->low_rank_stage_rank;
+    to->low_rank_stage = &filled->low_rank_stage;
+  }
+  if (from->delta_stage_anchor_every != 0 || from->delta_stage_anchor_threshold != 0) {
+    filled->delta_stage = (Qkv__V1__DeltaStage)QKV__V1__DELTA_STAGE__INIT;
+    filled->delta_stage.anchor_every = from->delta_stage_anchor_every;
+    filled->delta_stage.anchor_threshold = from->delta_stage_anchor_threshold;
+    to->delta_stage = &filled->delta_stage;
+  }
+}
 
 // Parameters of codecs that are said.
 static void fill_parameters(const qkv_client_policy *from, filled_policy *filled) {
@@ -76,6 +94,17 @@ static void fill_parameters(const qkv_client_policy *from, filled_policy *filled
     filled->polarquant.row_norms = (Qkv__V1__Polarquant__RowNorms)from->polarquant_row_norms;
     to->polarquant = &filled->polarquant;
   }
+  if (from->turboquant_outliers_n_out != 0) {
+    filled->turboquant_outliers = (Qkv__V1__OutlierChannels)QKV__V1__OUTLIER_CHANNELS__INIT;
+    filled->turboquant_outliers.n_out = from->turboquant_outliers_n_out;
+    to->turboquant_outliers = &filled->turboquant_outliers;
+  }
+  if (from->turboquant_ip_outliers_n_out != 0) {
+    filled->turboquant_ip_outliers = (Qkv__V1__OutlierChannels)QKV__V1__OUTLIER_CHANNELS__INIT;
+    filled->turboquant_ip_outliers.n_out = from->turboquant_ip_outliers_n_out;
+    to->turboquant_ip_outliers = &filled->turboquant_ip_outliers;
+  }
+  fill_stages(from, filled);
 }
 
 static void fill_policy(const qkv_client_policy *from, filled_policy *filled) {

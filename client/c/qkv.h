@@ -119,12 +119,16 @@ typedef struct qkv_client_policy {
   int self_calibration;  // the same
   int sink_tokens;       // 0: the next level's, -1: none
   const char *codec_v;   // of values, where that of keys is another one; NULL: the same
-  // Parameters of the codecs that they are named after; 0: the codec's own default. INVALID_ARGUMENT where neither
-  // `codec` nor `codec_v` is that one.
+  // Parameters of the codecs and stages that they are named after; 0: the default. INVALID_ARGUMENT where neither
+  // `codec` nor `codec_v` is that one or has it in it.
   uint32_t kivi_q_group_size;  // 32 or 64
   int turboquant_rotation;     // qkv.v1.Turboquant.Rotation: 1 Hadamard, 2 dense
   int turboquant_ip_rotation;  // the same
   int polarquant_row_norms;    // qkv.v1.Polarquant.RowNorms: 1 stored, 2 none
+  uint32_t turboquant_outliers_n_out, turboquant_ip_outliers_n_out;  // channels, a multiple of 8
+  uint32_t low_rank_stage_rank;                                      // 1 to 16
+  uint32_t delta_stage_anchor_every;                                 // tokens: 8, 16, 32 or 64
+  uint32_t delta_stage_anchor_threshold;                             // thousandths
 } qkv_client_policy;
 
 typedef struct qkv_client_model {

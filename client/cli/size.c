@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "client/c/codes.h"
 #include "client/cli/cli.h"
 #include "client/cli/sizing.h"
 #include "client/common/terminal.h"
@@ -36,12 +37,10 @@ static qkv_code ask_model(const qkvctl_values *values, qkv_model *model, qkv_pol
     model->key_dim = from->key_dim;
     model->value_dim = from->value_dim;
     model->dtype = (qkv_dtype)from->dtype;
-    if (from->policy != NULL) {
-      policy->codec = qkv_codec_by_name(from->policy->codec);
-      policy->bits_k = from->policy->bits_k;
-      policy->bits_v = from->policy->bits_v;
-      policy->recent_window = from->policy->recent_window;
-    }
+    qkv_policy said;
+    qkvi_policy_of_message(from->policy, &said);
+    qkv_policy_merge(&said, policy);
+    *policy = said;
   } else if (code == 0) {
     code = QKV_INTERNAL;
     (void)qkv_program_failed("the daemon does not describe model %s", values->model);
@@ -58,7 +57,11 @@ static int64_t chosen(int64_t option, int64_t otherwise) {
 }
 
 static qkv_status read_policy(const qkvctl_values *values, qkv_policy *policy, qkv_error *error) {
-  if (values->codec != NULL) policy->codec = qkv_codec_by_name(values->codec);
+  if (values->codec != NULL) {
+    policy->codec = qkv_codec_by_name(values->codec);
+    policy->codec_v = NULL;
+    memset(policy->parameters, 0, sizeof policy->parameters);
+  }
   if (policy->codec == NULL)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "codec is \"%.64s\", qkvd --codecs lists those that there are",
                     values->codec != NULL ? values->codec : "");

@@ -34,7 +34,7 @@ typedef enum qkv_status {
 #undef X
 } qkv_status;
 
-#define QKV_ERROR_TEXT_MAX 256
+#define QKV_ERROR_TEXT_MAX 512
 
 typedef struct qkv_error {
   qkv_status status;

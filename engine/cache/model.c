@@ -13,10 +13,6 @@ static double merged_bits(const qkv_codec *codec, const qkv_codec *fallback, dou
   return qkv_codec_bits_default(codec);
 }
 
-static const qkv_codec *codec_of_values(const qkv_policy *policy) {
-  return policy->codec_v != NULL ? policy->codec_v : policy->codec;
-}
-
 void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
   if (policy->codec == NULL) {
     policy->codec = fallback->codec;
@@ -25,7 +21,8 @@ void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback) {
   }
   if (policy->bits_k == 0) policy->bits_k = merged_bits(policy->codec, fallback->codec, fallback->bits_k);
   if (policy->bits_v == 0)
-    policy->bits_v = merged_bits(codec_of_values(policy), codec_of_values(fallback), fallback->bits_v);
+    policy->bits_v =
+        merged_bits(qkv_policy_codec(policy, QKV_V), qkv_policy_codec(fallback, QKV_V), fallback->bits_v);
   if (policy->recent_window < 0) policy->recent_window = fallback->recent_window;
   if (policy->sink_tokens < 0) policy->sink_tokens = fallback->sink_tokens;
   if (!policy->anchor_said) policy->anchor = fallback->anchor;
@@ -44,13 +41,15 @@ static qkv_status check_bits(const qkv_codec *codec, const char *field, double b
 }
 
 static qkv_status check_parameters(const qkv_codec *codec, const uint32_t *values, qkv_error *error) {
-  for (size_t i = 0; i < codec->parameter_count; i++) {
-    if (values[i] == 0 || codec->parameters[i].valid(values[i])) continue;
+  const char *message;
+  const qkv_parameter *parameter;
+  for (size_t i = 0; (parameter = qkv_codec_parameter(codec, i, &message)) != NULL; i++) {
+    if (values[i] == 0 || parameter->valid(values[i])) continue;
     char field[64];  // as the contract spells it
-    (void)snprintf(field, sizeof field, "%s", codec->name);
+    (void)snprintf(field, sizeof field, "%s", message);
     for (char *c = strchr(field, '-'); c != NULL; c = strchr(c, '-')) *c = '_';
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s.%s is %" PRIu32 ", allowed are %s", field,
-                    codec->parameters[i].name, values[i], codec->parameters[i].text);
+                    parameter->name, values[i], parameter->text);
   }
   return QKV_OK;
 }

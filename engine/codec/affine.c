@@ -91,15 +91,23 @@ static void find_range(const qkv_part_coder *coder, const affine *as, size_t gro
   *scale = least <= most ? (most - least) / (float)((1u << coder->bits) - 1) : 0;
 }
 
-void qkvi_affine_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+// The numbers of all groups.
+static void write_ranges(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+  const affine as = affine_of(coder);
+  float scales[STEPS_MAX], zeros[STEPS_MAX];
+  for (size_t group = 0; group < as.groups; group++) {
+    for (size_t step = 0; step < as.steps; step++)
+      find_range(coder, &as, group, step, rows, tokens, &scales[step], &zeros[step]);
+    write_numbers(&as, block, group, scales, zeros);
+  }
+}
+
+static void write_codes(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
   const affine as = affine_of(coder);
   float scales[STEPS_MAX], zeros[STEPS_MAX];
   uint8_t codes[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
   const unsigned most = (1u << coder->bits) - 1;
   for (size_t group = 0; group < as.groups; group++) {
-    for (size_t step = 0; step < as.steps; step++)
-      find_range(coder, &as, group, step, rows, tokens, &scales[step], &zeros[step]);
-    write_numbers(&as, block, group, scales, zeros);
     read_numbers(&as, block, group, scales, zeros);  // as they are stored
     for (size_t i = 0; i < lanes_of(&as, group); i++) {
       const size_t lane = group * as.group + i;
@@ -111,6 +119,45 @@ void qkvi_affine_encode(const qkv_part_coder *coder, const float *rows, uint32_t
     }
   }
   qkvi_part_pack(coder, codes, (uint8_t *)codes_of(&as, block));
+}
+
+void qkvi_affine_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+  write_ranges(coder, rows, tokens, block);
+  write_codes(coder, rows, tokens, block);
+}
+
+void qkvi_affine_share(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+  if (coder->part == QKV_K) write_ranges(coder, rows, tokens, block);
+}
+
+void qkvi_affine_encode_shared(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+  if (coder->part == QKV_V) return qkvi_affine_encode(coder, rows, tokens, block);
+  write_codes(coder, rows, tokens, block);
+}
+
+// A token's range of a group of channels, as it is stored.
+static void range_of_value(const qkv_part_coder *coder, const affine *as, size_t group, const float *row,
+                           float *scale, float *zero) {
+  uint8_t stored[sizeof(float)];
+  find_range(coder, as, group, 0, row, 1, scale, zero);
+  qkv_from_float(as->dtype, scale, stored, 1);
+  qkv_to_float(as->dtype, stored, scale, 1);
+  qkv_from_float(as->dtype, zero, stored, 1);
+  qkv_to_float(as->dtype, stored, zero, 1);
+}
+
+void qkvi_affine_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                            float *decoded) {
+  const affine as = affine_of(coder);
+  float scales[STEPS_MAX], zeros[STEPS_MAX];
+  const unsigned most = (1u << coder->bits) - 1;
+  if (coder->part == QKV_K) read_numbers(&as, block, slot / as.group, scales, zeros);
+  for (size_t group = 0; coder->part == QKV_V && group < as.groups; group++)
+    range_of_value(coder, &as, group, row, &scales[group], &zeros[group]);
+  for (size_t c = 0; c < coder->dim; c++) {
+    const size_t at = coder->part == QKV_K ? c : c / as.group;
+    decoded[c] = zeros[at] + scales[at] * (float)qkvi_affine_code(row[c], scales[at], zeros[at], most);
+  }
 }
 
 void qkvi_affine_write_one(const qkv_part_coder *coder, const float *scales, const float *zeros, const uint8_t *codes,
@@ -182,6 +229,13 @@ void qkvi_affine_decode(const qkv_part_coder *coder, const uint8_t *block, float
   }
 }
 
+// How far a row may be out of its group's range, by what rounding the two numbers did to that: in a loop for all rows
+// of the page.
+static float rounding(const qkv_part_coder *coder, float x, float scale, float zero) {
+  const float largest = fabsf(zero) + scale * (float)((1u << coder->bits) - 1);
+  return 0x1p-14f + (coder->in_loop ? QKV_PAGE_TOKENS * 0x1p-11f * largest : 0x1p-10f * fabsf(x));
+}
+
 bool qkvi_affine_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row) {
   const affine as = affine_of(coder);
   float scales[STEPS_MAX] = {0}, zeros[STEPS_MAX] = {0};
@@ -197,8 +251,8 @@ bool qkvi_affine_matches(const qkv_part_coder *coder, const uint8_t *block, uint
     const int wanted = qkvi_affine_code(row[c], scales[step], zeros[step], (1u << coder->bits) - 1);
     if ((unsigned)(is > wanted ? is - wanted : wanted - is) > most_off) return false;
     // What no row of the group had been.
-    const float off = fabsf(row[c] - (zeros[step] + scales[step] * (float)wanted)), ulp = fabsf(row[c]) * 0x1p-10f;
-    if (off > (scales[step] > 0 ? scales[step] : 0) + ulp + 0x1p-14f) return false;
+    const float off = fabsf(row[c] - (zeros[step] + scales[step] * (float)wanted));
+    if (off > scales[step] + rounding(coder, row[c], scales[step], zeros[step])) return false;
   }
   return true;
 }

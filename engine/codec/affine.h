@@ -27,6 +27,12 @@ typedef struct qkvi_affine_kind {
 void qkvi_affine_init(qkv_part_coder *coder, const qkvi_affine_kind *kind);
 // Scales and zeros are those of a group's least and largest numbers, without regard to slots from `tokens` on.
 void qkvi_affine_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
+// Of qkv_part_codec, of codecs that code so. Keys share their ranges. In a loop a difference is out of its range by
+// no more than half a step: as those of exact rows are within it, what is missed then is not missed more by the next.
+void qkvi_affine_share(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
+void qkvi_affine_encode_shared(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
+void qkvi_affine_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                            float *decoded);
 void qkvi_affine_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
                         qkv_precision precision, float *scores);
 void qkvi_affine_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,

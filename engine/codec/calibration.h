@@ -134,7 +134,7 @@ qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const boo
                                   const bool *forget, qkv_calibration **out, qkv_error *error);
 
 // Which sections a calibration is to have: of each row of the codec table, 1 << bits.
-#define QKV_CODECS_MAX 16
+#define QKV_CODECS_MAX 32
 typedef struct qkv_section_wants {
   uint16_t bits[QKV_CODECS_MAX];
 } qkv_section_wants;

@@ -65,6 +65,12 @@ static const qkv_codec *const codecs[] = {
     &qkvi_codec_kivi_low_rank,
     &qkvi_codec_turboquant_delta,
     &qkvi_codec_int8_delta,
+    &qkvi_codec_polarquant_low_rank,
+    &qkvi_codec_int8_low_rank,
+    &qkvi_codec_running_u8_low_rank,
+    &qkvi_codec_kivi_delta,
+    &qkvi_codec_polarquant_delta,
+    &qkvi_codec_turboquant_outliers_delta,
 };
 enum { CODECS = sizeof codecs / sizeof *codecs };
 _Static_assert(CODECS <= QKV_CODECS_MAX, "qkv_section_wants has a row for each");

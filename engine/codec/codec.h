@@ -111,7 +111,7 @@ typedef struct qkv_codec_section {
 
 // A number that a policy may give to a codec, and its allowed values.
 typedef struct qkv_parameter {
-  const char *name;   // as in the codec's message of the contract
+  const char *name;   // as in the message of the contract
   uint32_t fallback;  // where it is not said
   bool (*valid)(uint32_t value);
   const char *text;  // "32 and 64"
@@ -120,8 +120,10 @@ typedef struct qkv_parameter {
 struct qkv_codec {
   uint8_t id;
   const char *name;
-  const qkv_parameter *parameters;  // [parameter_count]
+  const qkv_parameter *parameters;  // [parameter_count], its own
   size_t parameter_count;
+  const char *message;     // the policy's field in the contract that has these; NULL: that of the codec's name
+  const qkv_codec *inner;  // of a stage: the codec in it, whose parameters are its, too. NULL: none
   const struct qkv_part_codec
       *part;        // of codecs whose pages are made of parts (parts.h), which go together; else NULL
   bool calibrated;  // its coders use a calibration where there is one
@@ -186,11 +188,20 @@ static inline bool qkv_policy_calibrates(const qkv_policy *policy, qkv_part part
   return part == QKV_K || policy->codec_v == NULL || policy->codec_v->calibrated;
 }
 
-// A parameter as a policy says it for keys or for values, or its fallback.
-static inline uint32_t qkv_parameter_of(const qkv_policy *policy, qkv_part part, size_t i) {
-  const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
-  const uint32_t said = policy->parameters[part][i];
-  return said != 0 ? said : codec->parameters[i].fallback;
+// The i-th parameter of a codec, counted on in the codec that is in it, and the policy's field in the contract that
+// has it. NULL if there are not so many.
+static inline const qkv_parameter *qkv_codec_parameter(const qkv_codec *codec, size_t i, const char **message) {
+  for (; codec != NULL; i -= codec->parameter_count, codec = codec->inner) {
+    if (i >= codec->parameter_count) continue;
+    *message = codec->message != NULL ? codec->message : codec->name;
+    return &codec->parameters[i];
+  }
+  return NULL;
+}
+
+// The codec of keys or of values of a policy; NULL where it says none.
+static inline const qkv_codec *qkv_policy_codec(const qkv_policy *policy, qkv_part part) {
+  return part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
 }
 
 #define QKV_ROW_MAX 32768.0f
@@ -202,7 +213,7 @@ const qkv_codec *qkv_codec_by_name(const char *name);
 // Rows of the table, for lists: NULL beyond the end.
 const qkv_codec *qkv_codec_at(size_t row);
 // The names in the table, as "a, b and c", for error messages.
-enum { QKV_CODEC_NAMES_MAX = 256 };
+enum { QKV_CODEC_NAMES_MAX = 512 };
 char *qkv_codec_names(char names[QKV_CODEC_NAMES_MAX]);
 // Notes the sections that coders of a policy use.
 void qkv_section_want(qkv_section_wants *wants, const qkv_policy *policy);

@@ -5,12 +5,16 @@
 
 #include "engine/base/tensor.h"
 #include "engine/codec/int8.h"
+#include "engine/codec/kivi.h"
+#include "engine/codec/outlier_channels.h"
+#include "engine/codec/polarquant.h"
 #include "engine/codec/row.h"
 #include "engine/codec/sized.h"
 #include "engine/codec/stage.h"
 #include "engine/codec/turboquant.h"
 
-enum { TURBOQUANT_ID = 14, INT8_ID = 15, VERSION = 1, ALIGN = 64, HALF = 2, EVERY_LEAST = 8, NEVER = 1000000 };
+enum { TURBOQUANT_ID = 14, INT8_ID = 15, KIVI_ID = 19, POLARQUANT_ID = 20, OUTLIERS_ID = 21 };
+enum { VERSION = 1, ALIGN = 64, HALF = 2, EVERY_LEAST = 8, NEVER = 1000000 };
 enum { EVERY, THRESHOLD, PARAMETERS };
 enum { ANCHORS_MAX = QKV_PAGE_TOKENS / EVERY_LEAST };
 
@@ -73,7 +77,7 @@ static void read_anchor(const qkv_part_coder *coder, const uint8_t *block, size_
 static void write_anchor(const qkv_part_coder *coder, const float *row, size_t i, uint8_t *block) {
   float direction[QKV_DIM_MAX], turned[QKV_DIM_MAX];
   const float size = qkvi_size_of(row, coder->dim, direction);
-  qkvi_stage_query(coder, direction, 1, turned);
+  qkvi_stage_turn(coder, direction, 1, turned);
   memcpy(block + sizeof(uint64_t) + i * sizeof size, &size, sizeof size);
   qkv_from_float(QKV_FP16, turned, block + rows_place(coder) + i * coder->dim * HALF, coder->dim);
 }
@@ -105,32 +109,66 @@ static bool far(const qkv_part_coder *coder, const float *row, const float *delt
   return qkvi_row_error(delta, NULL, NULL, coder->dim) > part * part * qkvi_row_error(row, NULL, NULL, coder->dim);
 }
 
-static void delta_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+// A page's rows on the way to its block.
+typedef struct looped {
+  uint64_t starts;  // slots of anchors, a mask
+  float deltas[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+} looped;
+
+// A row that is coded as the delta to `before`, which becomes what it decodes to.
+static void step(const qkv_part_coder *coder, const uint8_t *block, uint32_t t, const float *delta, float *before) {
   const qkv_part_coder *inner = qkvi_stage_of(coder);
+  float coded[QKV_DIM_MAX];
+  inner->codec->round_trip(inner, deltas_of(coder, block), t, delta, coded);
+  for (size_t c = 0; c < coder->dim; c++) before[c] += coded[c];
+}
+
+// Writes anchors and finds deltas. Not `closed`: to the rows before as they are. `given`: which rows are anchors;
+// NULL: finds them.
+static void loop(const qkv_part_coder *coder, const float *rows, uint32_t tokens, bool closed, const uint64_t *given,
+                 uint8_t *block, looped *out) {
   const size_t dim = coder->dim;
-  float deltas[QKV_PAGE_TOKENS * QKV_DIM_MAX], before[QKV_DIM_MAX] = {0}, coded[QKV_DIM_MAX];
-  uint64_t starts = 0;
+  float before[QKV_DIM_MAX] = {0};
   size_t anchors = 0;
   uint32_t last = 0;
-  memset(deltas, 0, QKV_PAGE_TOKENS * dim * sizeof *deltas);
+  out->starts = 0;
+  memset(out->deltas, 0, QKV_PAGE_TOKENS * dim * sizeof *out->deltas);
   for (uint32_t t = 0; t < tokens; t++) {
     const float *row = rows + t * dim;
-    float *delta = deltas + t * dim;
+    float *delta = out->deltas + t * dim;
     if (t > 0) subtract(row, before, dim, delta);
-    const bool wanted = t == 0 || t - last >= coder->parameters[EVERY] || far(coder, row, delta);
+    const bool wanted =
+        given != NULL ? *given >> t & 1 : t == 0 || t - last >= coder->parameters[EVERY] || far(coder, row, delta);
     if (wanted && anchors < anchors_of(coder)) {
       memset(delta, 0, dim * sizeof *delta);
       write_anchor(coder, row, anchors, block);
       decode_anchor(coder, block, anchors++, before);
-      starts |= (uint64_t)1 << t;
+      out->starts |= (uint64_t)1 << t;
       last = t;
+    } else if (closed) {
+      step(coder, block, t, delta, before);
     } else {
-      inner->codec->round_trip(inner, delta, coded);
-      for (size_t c = 0; c < dim; c++) before[c] += coded[c];
+      memcpy(before, row, dim * sizeof *before);
     }
   }
-  memcpy(block, &starts, sizeof starts);
-  inner->codec->encode(inner, deltas, tokens, (uint8_t *)deltas_of(coder, block));
+}
+
+// Numbers that rows share are those of deltas between exact rows, and so is what is an anchor.
+static void delta_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+  const qkv_part_coder *inner = qkvi_stage_of(coder);
+  uint8_t *deltas = (uint8_t *)deltas_of(coder, block);
+  looped page;
+  if (inner->codec->share == NULL) {
+    loop(coder, rows, tokens, true, NULL, block, &page);
+    inner->codec->encode(inner, page.deltas, tokens, deltas);
+  } else {
+    loop(coder, rows, tokens, false, NULL, block, &page);
+    inner->codec->share(inner, page.deltas, tokens, deltas);
+    const uint64_t starts = page.starts;
+    loop(coder, rows, tokens, true, &starts, block, &page);
+    inner->codec->encode_shared(inner, page.deltas, tokens, deltas);
+  }
+  memcpy(block, &page.starts, sizeof page.starts);
 }
 
 static void delta_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows) {
@@ -186,12 +224,23 @@ static const char *delta_validate(const qkv_part_coder *coder, const uint8_t *bl
 
 // ---- Attention ----
 
+// Queries for anchors, in code space, and what the inner codec takes: the same, unless it has a turn().
+static const float *inner_queries(const qkv_part_coder *coder, const float *ready, size_t n) {
+  return qkvi_stage_of(coder)->codec->turn == NULL ? ready : ready + n * coder->dim;
+}
+
+static void delta_query(const qkv_part_coder *coder, const float *queries, size_t n, float *ready) {
+  if (qkvi_stage_of(coder)->codec->turn != NULL) qkvi_stage_turn(coder, queries, n, ready);
+  qkvi_stage_query(coder, queries, n, (float *)inner_queries(coder, ready, n));
+}
+
 static void delta_scores(const qkv_part_coder *coder, const uint8_t *block, const float *queries, size_t n,
                          qkv_precision precision, float *scores) {
   (void)precision;
   const qkv_part_coder *inner = qkvi_stage_of(coder);
   const uint64_t starts = starts_of(block);
-  inner->codec->scores(inner, deltas_of(coder, block), queries, n, QKV_PRECISION_FP32, scores);
+  inner->codec->scores(inner, deltas_of(coder, block), inner_queries(coder, queries, n), n, QKV_PRECISION_FP32,
+                       scores);
   for (size_t t = 0, anchor = 0; t < QKV_PAGE_TOKENS; t++) {
     float row[QKV_DIM_MAX];
     const bool starts_here = starts >> t & 1;
@@ -203,69 +252,75 @@ static void delta_scores(const qkv_part_coder *coder, const uint8_t *block, cons
   }
 }
 
+// What anchors' slots have of deltas counts for nothing.
 static void delta_accumulate(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
                              qkv_precision precision, float *sums) {
   (void)precision;
   const qkv_part_coder *inner = qkvi_stage_of(coder);
   const uint64_t starts = starts_of(block);
-  float suffixes[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS], row[QKV_DIM_MAX];
+  float suffixes[QKV_QUERY_BLOCK * QKV_PAGE_TOKENS], anchored[QKV_QUERY_BLOCK * ANCHORS_MAX], row[QKV_DIM_MAX];
+  const size_t anchors = (size_t)__builtin_popcountll(starts);
   for (size_t i = 0; i < n; i++) {
     float sum = 0;
-    for (size_t t = QKV_PAGE_TOKENS; t-- > 0;) {
+    for (size_t t = QKV_PAGE_TOKENS, anchor = anchors; t-- > 0;) {
       sum += weights[i * QKV_PAGE_TOKENS + t];
-      suffixes[i * QKV_PAGE_TOKENS + t] = sum;
-      if (starts >> t & 1) sum = 0;
+      const bool starts_here = starts >> t & 1;
+      suffixes[i * QKV_PAGE_TOKENS + t] = starts_here ? 0 : sum;
+      if (!starts_here) continue;
+      anchored[i * ANCHORS_MAX + --anchor] = sum;
+      sum = 0;
     }
   }
   inner->codec->accumulate(inner, deltas_of(coder, block), suffixes, n, QKV_PRECISION_FP32, sums);
-  for (size_t t = 0, anchor = 0; t < QKV_PAGE_TOKENS; t++) {
-    if ((starts >> t & 1) == 0) continue;
-    read_anchor(coder, block, anchor++, row);
+  for (size_t anchor = 0; anchor < anchors; anchor++) {
+    read_anchor(coder, block, anchor, row);
     for (size_t i = 0; i < n; i++)
-      qkvi_row_add(sums + i * coder->dim, row, suffixes[i * QKV_PAGE_TOKENS + t], coder->dim);
+      qkvi_row_add(sums + i * coder->dim, row, anchored[i * ANCHORS_MAX + anchor], coder->dim);
   }
 }
 
 // ---- The codecs ----
 
-#define FUNCTIONS                                                                                            \
-  .version = VERSION, .init = delta_init, .head_bytes = qkvi_stage_head_bytes, .head = qkvi_stage_head,      \
-  .encode = delta_encode, .query = qkvi_stage_query, .scores = delta_scores, .accumulate = delta_accumulate, \
-  .output = qkvi_stage_output, .decode = delta_decode, .matches = delta_matches, .validate = delta_validate
+// Before the codec qkvi_codec_OF. `most`: of rows that have nothing to do with each other differences have twice
+// their squares.
+#define STAGE(of, number, called, text, has_calibration, most)                        \
+  static bool of##_bits_valid(double bits) {                                          \
+    return qkvi_codec_##of.bits_valid(bits);                                          \
+  }                                                                                   \
+  static double of##_bound(double bits) {                                             \
+    return (most)*qkvi_codec_##of.error_bound(bits);                                  \
+  }                                                                                   \
+  static const qkvi_stage of##_stage = {.part = {.id = (number),                      \
+                                                 .version = VERSION,                  \
+                                                 .init = delta_init,                  \
+                                                 .head_bytes = qkvi_stage_head_bytes, \
+                                                 .head = qkvi_stage_head,             \
+                                                 .encode = delta_encode,              \
+                                                 .query = delta_query,                \
+                                                 .scores = delta_scores,              \
+                                                 .accumulate = delta_accumulate,      \
+                                                 .output = qkvi_stage_output,         \
+                                                 .decode = delta_decode,              \
+                                                 .matches = delta_matches,            \
+                                                 .validate = delta_validate},         \
+                                        .parameter_count = PARAMETERS,                \
+                                        .loops = true,                                \
+                                        .inner = &qkvi_codec_##of};                   \
+  const qkv_codec qkvi_codec_##of##_delta = {.id = (number),                          \
+                                             .name = (called),                        \
+                                             .calibrated = (has_calibration),         \
+                                             .bits_valid = of##_bits_valid,           \
+                                             .bits_text = text " with " called,       \
+                                             .parameters = parameters,                \
+                                             .parameter_count = PARAMETERS,           \
+                                             .message = "delta_stage",                \
+                                             .inner = &qkvi_codec_##of,               \
+                                             .error_bound = of##_bound,               \
+                                             .part = &of##_stage.part,                \
+                                             QKV_CODEC_OF_PARTS}
 
-static const qkvi_stage turboquant_stage = {.part = {.id = TURBOQUANT_ID, FUNCTIONS},
-                                            .inner = &qkvi_codec_turboquant},
-                        int8_stage = {.part = {.id = INT8_ID, FUNCTIONS}, .inner = &qkvi_codec_int8};
-
-static bool int8_bits_valid(double bits) {
-  return qkvi_codec_int8.bits_valid(bits);
-}
-
-// Of rows that have nothing to do with each other: differences have twice their squares.
-static double turboquant_bound(double bits) {
-  return 2 * qkvi_codec_turboquant.error_bound(bits);
-}
-
-static double int8_bound(double bits) {
-  return 2 * qkvi_codec_int8.error_bound(bits);
-}
-
-const qkv_codec qkvi_codec_turboquant_delta = {.id = TURBOQUANT_ID,
-                                               .name = "turboquant-delta",
-                                               .bits_valid = qkvi_whole_bits_valid,
-                                               .bits_text = "whole numbers from 1 to 8 with turboquant-delta",
-                                               .parameters = parameters,
-                                               .parameter_count = PARAMETERS,
-                                               .error_bound = turboquant_bound,
-                                               .part = &turboquant_stage.part,
-                                               QKV_CODEC_OF_PARTS};
-
-const qkv_codec qkvi_codec_int8_delta = {.id = INT8_ID,
-                                         .name = "int8-delta",
-                                         .bits_valid = int8_bits_valid,
-                                         .bits_text = "8 with int8-delta",
-                                         .parameters = parameters,
-                                         .parameter_count = PARAMETERS,
-                                         .error_bound = int8_bound,
-                                         .part = &int8_stage.part,
-                                         QKV_CODEC_OF_PARTS};
+STAGE(turboquant, TURBOQUANT_ID, "turboquant-delta", "whole numbers from 1 to 8", false, 2);
+STAGE(int8, INT8_ID, "int8-delta", "8", false, 2);
+STAGE(kivi, KIVI_ID, "kivi-delta", "whole numbers from 2 to 8", false, 2);
+STAGE(polarquant, POLARQUANT_ID, "polarquant-delta", "whole numbers from 1 to 8", false, 2);
+STAGE(turboquant_outliers, OUTLIERS_ID, "turboquant-outliers-delta", "1, 2, 3 and 4", true, 2);

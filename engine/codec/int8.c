@@ -46,7 +46,10 @@ static void int8_encode(const qkv_part_coder *coder, const float *rows, uint32_t
   qkvi_sized_write(coder, scales, codes, block);
 }
 
-static void int8_round_trip(const qkv_part_coder *coder, const float *row, float *decoded) {
+static void int8_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                            float *decoded) {
+  (void)block;
+  (void)slot;
   uint8_t codes[QKV_DIM_MAX];
   qkvi_sized_round_trip(coder, code_row(coder, row, codes), codes, decoded);
 }

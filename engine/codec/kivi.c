@@ -26,8 +26,14 @@ static double kivi_error_bound(double bits) {
   return 2 / (levels * levels);
 }
 
-static const qkv_part_codec part = {
-    .id = ID, .version = VERSION, .init = kivi_init, .encode = qkvi_affine_encode, QKVI_AFFINE_FUNCTIONS};
+static const qkv_part_codec part = {.id = ID,
+                                    .version = VERSION,
+                                    .init = kivi_init,
+                                    .encode = qkvi_affine_encode,
+                                    .round_trip = qkvi_affine_round_trip,
+                                    .share = qkvi_affine_share,
+                                    .encode_shared = qkvi_affine_encode_shared,
+                                    QKVI_AFFINE_FUNCTIONS};
 
 const qkv_codec qkvi_codec_kivi = {.id = ID,
                                    .name = "kivi",

@@ -3,18 +3,22 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codec/int8.h"
 #include "engine/codec/kivi.h"
 #include "engine/codec/low_rank.h"
+#include "engine/codec/polarquant.h"
+#include "engine/codec/running_u8.h"
 #include "engine/codec/stage.h"
 #include "engine/codec/turboquant.h"
 
-enum { TURBOQUANT_ID = 12, KIVI_ID = 13, VERSION = 1 };
+enum { TURBOQUANT_ID = 12, KIVI_ID = 13, POLARQUANT_ID = 16, INT8_ID = 17, RUNNING_U8_ID = 18, VERSION = 1 };
+enum { PARAMETERS = 1 };
 
 static bool rank_valid(uint32_t rank) {
   return rank >= 1 && rank <= QKV_RANK_MAX;
 }
 
-static const qkv_parameter parameters[] = {
+static const qkv_parameter parameters[PARAMETERS] = {
     {.name = "rank", .fallback = QKV_RANK_DEFAULT, .valid = rank_valid, .text = "1 to 16"}};
 
 static uint8_t rank_of(const qkv_part_coder *coder) {
@@ -53,7 +57,7 @@ static void low_rank_encode(const qkv_part_coder *coder, const float *rows, uint
   inner->codec->encode(inner, rows, tokens, block);
   inner->codec->decode(inner, block, coded);
   for (size_t i = 0; i < count; i++) missed[i] = rows[i] - coded[i];
-  qkvi_stage_query(coder, missed, QKV_PAGE_TOKENS, coded);
+  qkvi_stage_turn(coder, missed, QKV_PAGE_TOKENS, coded);
   qkv_low_rank_fit(coded, NULL, tokens, coder->dim, rank_of(coder), scratch, (uint8_t *)section_of(coder, block));
   free(scratch);
   free(missed);
@@ -108,44 +112,43 @@ static void low_rank_accumulate(const qkv_part_coder *coder, const uint8_t *bloc
 
 // ---- The codecs ----
 
-#define FUNCTIONS                                                                                          \
-  .version = VERSION, .init = low_rank_init, .head_bytes = qkvi_stage_head_bytes, .head = qkvi_stage_head, \
-  .encode = low_rank_encode, .query = qkvi_stage_query, .scores = low_rank_scores,                         \
-  .accumulate = low_rank_accumulate, .output = qkvi_stage_output, .decode = low_rank_decode,               \
-  .matches = low_rank_matches, .validate = low_rank_validate
+// Behind the codec qkvi_codec_OF.
+#define STAGE(of, number, called, text)                                               \
+  static bool of##_bits_valid(double bits) {                                          \
+    return qkvi_codec_##of.bits_valid(bits);                                          \
+  }                                                                                   \
+  static double of##_bound(double bits) {                                             \
+    return qkvi_codec_##of.error_bound(bits);                                         \
+  }                                                                                   \
+  static const qkvi_stage of##_stage = {.part = {.id = (number),                      \
+                                                 .version = VERSION,                  \
+                                                 .init = low_rank_init,               \
+                                                 .head_bytes = qkvi_stage_head_bytes, \
+                                                 .head = qkvi_stage_head,             \
+                                                 .encode = low_rank_encode,           \
+                                                 .query = qkvi_stage_query,           \
+                                                 .scores = low_rank_scores,           \
+                                                 .accumulate = low_rank_accumulate,   \
+                                                 .output = qkvi_stage_output,         \
+                                                 .decode = low_rank_decode,           \
+                                                 .matches = low_rank_matches,         \
+                                                 .validate = low_rank_validate},      \
+                                        .parameter_count = PARAMETERS,                \
+                                        .inner = &qkvi_codec_##of};                   \
+  const qkv_codec qkvi_codec_##of##_low_rank = {.id = (number),                       \
+                                                .name = (called),                     \
+                                                .bits_valid = of##_bits_valid,        \
+                                                .bits_text = text " with " called,    \
+                                                .parameters = parameters,             \
+                                                .parameter_count = PARAMETERS,        \
+                                                .message = "low_rank_stage",          \
+                                                .inner = &qkvi_codec_##of,            \
+                                                .error_bound = of##_bound,            \
+                                                .part = &of##_stage.part,             \
+                                                QKV_CODEC_OF_PARTS}
 
-static const qkvi_stage turboquant_stage = {.part = {.id = TURBOQUANT_ID, FUNCTIONS},
-                                            .inner = &qkvi_codec_turboquant},
-                        kivi_stage = {.part = {.id = KIVI_ID, FUNCTIONS}, .inner = &qkvi_codec_kivi};
-
-static bool kivi_bits_valid(double bits) {
-  return qkvi_codec_kivi.bits_valid(bits);
-}
-
-static double turboquant_bound(double bits) {
-  return qkvi_codec_turboquant.error_bound(bits);
-}
-
-static double kivi_bound(double bits) {
-  return qkvi_codec_kivi.error_bound(bits);
-}
-
-const qkv_codec qkvi_codec_turboquant_low_rank = {.id = TURBOQUANT_ID,
-                                                  .name = "turboquant-low-rank",
-                                                  .bits_valid = qkvi_whole_bits_valid,
-                                                  .bits_text = "whole numbers from 1 to 8 with turboquant-low-rank",
-                                                  .parameters = parameters,
-                                                  .parameter_count = sizeof parameters / sizeof *parameters,
-                                                  .error_bound = turboquant_bound,
-                                                  .part = &turboquant_stage.part,
-                                                  QKV_CODEC_OF_PARTS};
-
-const qkv_codec qkvi_codec_kivi_low_rank = {.id = KIVI_ID,
-                                            .name = "kivi-low-rank",
-                                            .bits_valid = kivi_bits_valid,
-                                            .bits_text = "whole numbers from 2 to 8 with kivi-low-rank",
-                                            .parameters = parameters,
-                                            .parameter_count = sizeof parameters / sizeof *parameters,
-                                            .error_bound = kivi_bound,
-                                            .part = &kivi_stage.part,
-                                            QKV_CODEC_OF_PARTS};
+STAGE(turboquant, TURBOQUANT_ID, "turboquant-low-rank", "whole numbers from 1 to 8");
+STAGE(kivi, KIVI_ID, "kivi-low-rank", "whole numbers from 2 to 8");
+STAGE(polarquant, POLARQUANT_ID, "polarquant-low-rank", "whole numbers from 1 to 8");
+STAGE(int8, INT8_ID, "int8-low-rank", "8");
+STAGE(running_u8, RUNNING_U8_ID, "running-u8-low-rank", "8");

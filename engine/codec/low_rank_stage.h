@@ -1,8 +1,9 @@
-// The codecs "turboquant-low-rank" and "kivi-low-rank": a page's rows by turboquant or by kivi, and factors U V^T of
-// what that misses, added to scores and to sums of values without rebuilding a row (low_rank.h). The parameter `rank`
-// is 1 to 16, by default 4.
+// The codecs "turboquant-low-rank", "kivi-low-rank", "polarquant-low-rank", "int8-low-rank" and
+// "running-u8-low-rank": a page's rows by the codec that the name begins with, and factors U V^T of what that misses,
+// added to scores and to sums of values without rebuilding a row (low_rank.h). The parameter `rank` is 1 to 16, by
+// default 4; the inner codec's own are theirs, too.
 //
-//   block   a block of the inner codec (sized.h, affine.h), up to a multiple of 64
+//   block   a block of the inner codec, up to a multiple of 64
 //           factors (low_rank.h), in the inner codec's code space
 //
 // Factors take rank (dim + 65) bytes for 64 tokens: 8 rank (1 / 64 + 65 / (64 dim)) bits a coordinate, 1.0 of rank 4
@@ -14,6 +15,7 @@
 
 #include "engine/codec/codec.h"
 
-extern const qkv_codec qkvi_codec_turboquant_low_rank, qkvi_codec_kivi_low_rank;
+extern const qkv_codec qkvi_codec_turboquant_low_rank, qkvi_codec_kivi_low_rank, qkvi_codec_polarquant_low_rank,
+    qkvi_codec_int8_low_rank, qkvi_codec_running_u8_low_rank;
 
 #endif

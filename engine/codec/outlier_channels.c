@@ -47,7 +47,7 @@ static void init_sets(const qkv_part_coder *coder, const qkv_part_codec *inner, 
     sets[s].codec = inner;
     sets[s].dim = s == 0 ? first : coder->dim - first;
     sets[s].bits = s == 0 ? more : first == 0 ? coder->bits : fewer;
-    sets[s].parameters[0] = qkvi_turboquant_parameters[0].fallback;
+    sets[s].parameters[0] = coder->parameters[1] != 0 ? coder->parameters[1] : qkvi_turboquant_parameters[0].fallback;
     sets[s].block_bytes = 0;
     if (sets[s].dim > 0) inner->init(&sets[s]);
     sets[s].block_bytes = (sets[s].block_bytes + ALIGN - 1) / ALIGN * ALIGN;
@@ -156,6 +156,18 @@ static void outliers_decode(const qkv_part_coder *coder, const uint8_t *block, f
   }
 }
 
+static void outliers_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                                float *decoded) {
+  float part[QKV_DIM_MAX], coded[QKV_DIM_MAX];
+  for (size_t s = 0; s < SETS; s++) {
+    const view of = view_of(coder, s);
+    if (of.set->dim == 0) continue;
+    gather(coder, &of, row, 1, part);
+    of.set->codec->round_trip(of.set, block + of.offset, slot, part, coded);
+    scatter(coder, &of, coded, 1, decoded);
+  }
+}
+
 static bool outliers_match(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row) {
   float part[QKV_DIM_MAX];
   for (size_t s = 0; s < SETS; s++) {
@@ -220,6 +232,19 @@ static void outliers_accumulate(const qkv_part_coder *coder, const uint8_t *bloc
   }
 }
 
+static void outliers_turn(const qkv_part_coder *coder, const float *rows, size_t n, float *turned) {
+  float part[QKV_DIM_MAX];
+  for (size_t i = 0; i < n; i++) {
+    for (size_t s = 0; s < SETS; s++) {
+      const view of = view_of(coder, s);
+      if (of.set->dim == 0) continue;
+      gather(coder, &of, rows + i * coder->dim, 1, part);
+      of.set->codec->query(of.set, part, 1, turned);
+      turned += of.set->dim;
+    }
+  }
+}
+
 static void outliers_output(const qkv_part_coder *coder, float *sums, size_t n) {
   float part[QKV_DIM_MAX], row[QKV_DIM_MAX];
   for (size_t i = 0; i < n; i++, sums += coder->dim) {
@@ -242,7 +267,8 @@ static void outliers_output(const qkv_part_coder *coder, float *sums, size_t n) 
   .query = outliers_query, .scores = outliers_scores, .accumulate = outliers_accumulate, .output = outliers_output, \
   .decode = outliers_decode, .matches = outliers_match, .validate = outliers_validate
 
-static const qkv_part_codec part = {.id = ID, .init = outliers_init, FUNCTIONS};
+static const qkv_part_codec part = {
+    .id = ID, .init = outliers_init, .turn = outliers_turn, .round_trip = outliers_round_trip, FUNCTIONS};
 
 // Values are those of turboquant-outliers.
 static void ip_init(qkv_part_coder *coder) {
@@ -278,6 +304,7 @@ const qkv_codec qkvi_codec_turboquant_outliers = {.id = ID,
                                                   .bits_text = "1, 2, 3 and 4 with turboquant-outliers",
                                                   .parameters = parameters,
                                                   .parameter_count = sizeof parameters / sizeof *parameters,
+                                                  .inner = &qkvi_codec_turboquant,
                                                   .error_bound = outliers_error_bound,
                                                   .part = &part,
                                                   QKV_CODEC_OF_PARTS};
@@ -289,6 +316,7 @@ const qkv_codec qkvi_codec_turboquant_ip_outliers = {.id = IP_ID,
                                                      .bits_text = "2, 3 and 4 with turboquant-ip-outliers",
                                                      .parameters = parameters,
                                                      .parameter_count = sizeof parameters / sizeof *parameters,
+                                                     .inner = &qkvi_codec_turboquant_ip,
                                                      .error_bound = ip_error_bound,
                                                      .part = &ip_part,
                                                      QKV_CODEC_OF_PARTS};

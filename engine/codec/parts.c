@@ -9,7 +9,8 @@
 #include "engine/codec/phases.h"
 #include "engine/kernel/kernel.h"
 
-enum { ALIGN = 64, PART_BYTES = 16, HEAD_BYTES = 128 };
+enum { ALIGN = 64, PART_BYTES = 16, HEAD_BYTES = 128, PARTS_BYTES = HEAD_BYTES - sizeof(qkv_page_header) };
+enum { PART_PARAMETERS = 2, MORE_PARAMETERS = QKV_PARAMETERS_MAX - PART_PARAMETERS };
 
 typedef struct parts_coder {
   qkv_coder base;
@@ -64,12 +65,13 @@ static uint8_t bits_of(const qkv_coder_spec *spec, const qkv_policy *policy, con
 }
 
 static void init_part(const qkv_coder_spec *spec, const qkv_policy *policy, qkv_part part, qkv_part_coder *coder) {
-  const qkv_codec *codec = part == QKV_V && policy->codec_v != NULL ? policy->codec_v : policy->codec;
+  const qkv_codec *codec = qkv_policy_codec(policy, part);
   *coder = (qkv_part_coder){.codec = codec->part,
                             .part = part,
                             .dim = (uint16_t)(part == QKV_K ? spec->key_dim : spec->value_dim),
                             .bits = bits_of(spec, policy, codec, part == QKV_K ? policy->bits_k : policy->bits_v)};
-  for (size_t i = 0; i < codec->parameter_count; i++) coder->parameters[i] = qkv_parameter_of(policy, part, i);
+  memcpy(coder->parameters, policy->parameters[part], sizeof coder->parameters);
+  qkvi_part_defaults(codec, coder->parameters);
   coder->codec->init(coder);
   coder->block_bytes = (coder->block_bytes + ALIGN - 1) / ALIGN * ALIGN;
 }
@@ -144,13 +146,19 @@ static const uint8_t *block_of(const qkv_coder *coder, const void *page, uint16_
          (part == QKV_V ? own(coder)->parts[QKV_K].block_bytes : 0);
 }
 
-static void write_part(const qkv_part_coder *coder, uint8_t out[PART_BYTES]) {
-  memset(out, 0, PART_BYTES);
-  out[0] = coder->codec->id;
-  out[1] = coder->codec->version;
-  out[2] = coder->bits;
-  memcpy(out + 4, &coder->block_bytes, sizeof coder->block_bytes);
-  memcpy(out + 8, coder->parameters, sizeof coder->parameters);
+// What is between the header and the blocks.
+static void write_parts(const qkv_part_coder parts[2], uint8_t out[PARTS_BYTES]) {
+  memset(out, 0, PARTS_BYTES);
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkv_part_coder *coder = &parts[part];
+    uint8_t *to = out + part * PART_BYTES, *more = out + 2 * PART_BYTES + part * MORE_PARAMETERS * sizeof(uint32_t);
+    to[0] = coder->codec->id;
+    to[1] = coder->codec->version;
+    to[2] = coder->bits;
+    memcpy(to + 4, &coder->block_bytes, sizeof coder->block_bytes);
+    memcpy(to + 8, coder->parameters, PART_PARAMETERS * sizeof(uint32_t));
+    memcpy(more, coder->parameters + PART_PARAMETERS, MORE_PARAMETERS * sizeof(uint32_t));
+  }
 }
 
 typedef struct encode_job {
@@ -200,8 +208,7 @@ size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tok
                               .key_dim = coder->key_dim,
                               .value_dim = coder->value_dim,
                               .calibration = coder->calibration};
-  for (qkv_part part = QKV_K; part <= QKV_V; part++)
-    write_part(&own(coder)->parts[part], (uint8_t *)(header + 1) + part * PART_BYTES);
+  write_parts(own(coder)->parts, (uint8_t *)(header + 1));
   if (pool != NULL) {
     qkv_pool_loop(pool, coder->kv_heads, encode_head, &job);
   } else {
@@ -370,18 +377,12 @@ static qkv_status validate_numbers(const qkv_coder *coder, const qkv_page_header
 }
 
 static qkv_status validate_parts(const qkv_coder *coder, const uint8_t *image, qkv_error *error) {
-  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    uint8_t expected[PART_BYTES];
-    const uint8_t *is = image + sizeof(qkv_page_header) + part * PART_BYTES;
-    write_part(&own(coder)->parts[part], expected);
-    for (size_t i = 0; i < PART_BYTES; i++) {
-      if (is[i] == expected[i]) continue;
-      return qkv_fail(error, QKV_DATA_LOSS, "page.parts[%d] has %u at %zu, the coder's has %u", part, is[i], i,
-                      expected[i]);
-    }
-  }
-  for (size_t i = sizeof(qkv_page_header) + (size_t)2 * PART_BYTES; i < HEAD_BYTES; i++) {
-    if (image[i] != 0) return qkv_fail(error, QKV_DATA_LOSS, "page has %u at %zu, expected 0", image[i], i);
+  uint8_t expected[PARTS_BYTES];
+  write_parts(own(coder)->parts, expected);
+  for (size_t i = 0; i < PARTS_BYTES; i++) {
+    const size_t at = sizeof(qkv_page_header) + i;
+    if (image[at] != expected[i])
+      return qkv_fail(error, QKV_DATA_LOSS, "page has %u at %zu, the coder's has %u", image[at], at, expected[i]);
   }
   return QKV_OK;
 }
@@ -419,6 +420,14 @@ qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t
     }
   }
   return QKV_OK;
+}
+
+// ---- Parameters ----
+
+void qkvi_part_defaults(const qkv_codec *codec, uint32_t parameters[QKV_PARAMETERS_MAX]) {
+  for (size_t i = 0; i < codec->parameter_count; i++) {
+    if (parameters[i] == 0) parameters[i] = codec->parameters[i].fallback;
+  }
 }
 
 // ---- Scalar codes ----

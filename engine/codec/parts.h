@@ -9,8 +9,8 @@
 //   | part: keys                  |           8  u32 first parameter  12  u32 second parameter (as a policy has them)
 //   +-----------------------------+  80
 //   | part: values                |
-//   +-----------------------------+  96
-//   | zeros                       |
+//   +-----------------------------+  96       u32 third and fourth parameter of keys, and of values
+//   | parameters, zeros           |
 //   +-----------------------------+  128
 //   | head 0: block of keys       |  blocks are multiples of 64 bytes
 //   |         block of values     |
@@ -40,6 +40,7 @@ typedef struct qkv_part_coder {
   qkv_part part;
   uint16_t dim;
   uint8_t bits;
+  bool in_loop;  // rows are differences to decoded ones (delta.h)
   uint32_t parameters[QKV_PARAMETERS_MAX];
   uint32_t block_bytes;  // of a head
   const void *tables;    // the codec's, for these numbers, of the process; or of the head
@@ -70,13 +71,21 @@ struct qkv_part_codec {
   // Of values: sums[n][dim] += weights[n][64] . v_t, in code space; n <= QKV_QUERY_BLOCK.
   void (*accumulate)(const qkv_part_coder *coder, const uint8_t *block, const float *weights, size_t n,
                      qkv_precision precision, float *sums);
+  // rows [n][dim] to code space, from which output() brings back. NULL: query() does that.
+  void (*turn)(const qkv_part_coder *coder, const float *rows, size_t n, float *turned);
   // sums [n][dim] in place from code space. NULL: they are the rows' own.
   void (*output)(const qkv_part_coder *coder, float *sums, size_t n);
   // output() of codecs whose rows have a mean; totals[n], the sums of weights.
   void (*output_mean)(const qkv_part_coder *coder, float *sums, const double *totals, size_t n);
   void (*decode)(const qkv_part_coder *coder, const uint8_t *block, float *rows);  // [64][dim]
-  // What decode() gives for a row [dim] that is coded by itself. NULL: codes of a row depend on others.
-  void (*round_trip)(const qkv_part_coder *coder, const float *row, float *decoded);
+  // Of codecs that can be in a loop (delta.h): what decode() gives for a row [dim] in a slot, under the numbers that
+  // rows share in the block. NULL: codes of a row depend on others in other ways, too.
+  void (*round_trip)(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                     float *decoded);
+  // Where rows share numbers: writes those for these rows to a block of zeros; and encode() under the numbers that
+  // the block has, of rows that are off by what codes miss. NULL: they share none.
+  void (*share)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
+  void (*encode_shared)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
   // Whether a slot's codes are those of this row [dim].
   bool (*matches)(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row);
   // NULL, or what is wrong with the block's numbers: "scale 3 is nan".
@@ -109,6 +118,9 @@ void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_hea
 uint32_t qkvi_parts_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                                uint32_t first, uint32_t tokens, const float *rows);
 qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t bytes, qkv_error *error);
+
+// A codec's own parameters that are 0 become their defaults. Those of the codec in it stay: it does the same.
+void qkvi_part_defaults(const qkv_codec *codec, uint32_t parameters[QKV_PARAMETERS_MAX]);
 
 // ---- What blocks of scalar codes have in common ----
 

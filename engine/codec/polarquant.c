@@ -85,16 +85,21 @@ static float code_row(const qkv_part_coder *coder, const channels *of, const flo
   return rms;
 }
 
-static void polarquant_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+// Under the block's means and deviations.
+static void write_codes(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
   uint8_t codes[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
   channels of;
-  measure(coder, rows, tokens, block);
   read_channels(coder, block, &of);  // as they are stored
   memset(of.rms, 0, sizeof of.rms);
   for (uint32_t t = 0; t < tokens; t++)
     of.rms[t] = code_row(coder, &of, rows + t * coder->dim, codes + t * coder->dim);
   if (has_norms(coder)) qkv_from_float(QKV_FP16, of.rms, block + rms_offset(coder), QKV_PAGE_TOKENS);
   qkvi_part_pack(coder, codes, block + code_offset(coder));
+}
+
+static void polarquant_encode(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block) {
+  measure(coder, rows, tokens, block);
+  write_codes(coder, rows, tokens, block);
 }
 
 static qkv_code_matrix matrix_of(const qkv_part_coder *coder, const uint8_t *block) {
@@ -140,16 +145,34 @@ static void polarquant_accumulate(const qkv_part_coder *coder, const uint8_t *bl
   }
 }
 
-static void polarquant_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows) {
+// Rows [n][dim] of codes, in place from what these stand for, with rms [n].
+static void restore(const qkv_part_coder *coder, const channels *of, const float *rms, const uint8_t *codes, size_t n,
+                    float *rows) {
   const qkv_sphere *sphere = coder->tables;
   const size_t dim = coder->dim;
+  for (size_t i = 0; i < n * dim; i++) rows[i] = rms[i / dim] * sphere->values[codes[i]];
+  qkv_hadamard_inverse(rows, n, dim);
+  for (size_t i = 0; i < n * dim; i++) rows[i] = of->means[i % dim] + of->deviations[i % dim] * rows[i];
+}
+
+static void polarquant_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows) {
   uint8_t codes[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   channels of;
   read_channels(coder, block, &of);
   qkvi_part_unpack(coder, block + code_offset(coder), codes);
-  for (size_t i = 0; i < QKV_PAGE_TOKENS * dim; i++) rows[i] = of.rms[i / dim] * sphere->values[codes[i]];
-  qkv_hadamard_inverse(rows, QKV_PAGE_TOKENS, dim);
-  for (size_t i = 0; i < QKV_PAGE_TOKENS * dim; i++) rows[i] = of.means[i % dim] + of.deviations[i % dim] * rows[i];
+  restore(coder, &of, of.rms, codes, QKV_PAGE_TOKENS, rows);
+}
+
+static void polarquant_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                                  float *decoded) {
+  (void)slot;
+  uint8_t codes[QKV_DIM_MAX], half[NUMBER_BYTES];
+  channels of;
+  read_channels(coder, block, &of);
+  float rms = code_row(coder, &of, row, codes);
+  qkv_from_float(QKV_FP16, &rms, half, 1);
+  qkv_to_float(QKV_FP16, half, &rms, 1);
+  restore(coder, &of, &rms, codes, 1, decoded);
 }
 
 static bool polarquant_matches(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row) {
@@ -163,8 +186,10 @@ static bool polarquant_matches(const qkv_part_coder *coder, const uint8_t *block
     return false;
   for (size_t c = 0; c < coder->dim; c++) {
     if (qkvi_part_code(coder, block + code_offset(coder), slot, c) != codes[c]) return false;
-    // No row of the page is further from the mean than all deviations together.
-    if (fabsf(row[c] - of.means[c]) > 8.1f * of.deviations[c] + 0x1p-7f * fabsf(of.means[c]) + 1e-30f) return false;
+    // No row is further from the mean than all deviations of the page's rows together, even if it is a difference
+    // that has what was missed of those before it.
+    const float furthest = QKV_PAGE_TOKENS * sqrtf(coder->dim) * of.deviations[c];
+    if (fabsf(row[c] - of.means[c]) > furthest + 0x1p-7f * fabsf(of.means[c]) + 1e-30f) return false;
   }
   return true;
 }
@@ -194,6 +219,9 @@ static const qkv_part_codec part = {.id = ID,
                                     .scores = polarquant_scores,
                                     .accumulate = polarquant_accumulate,
                                     .decode = polarquant_decode,
+                                    .round_trip = polarquant_round_trip,
+                                    .share = measure,
+                                    .encode_shared = write_codes,
                                     .matches = polarquant_matches,
                                     .validate = polarquant_validate};
 

@@ -20,14 +20,14 @@ typedef struct qkv_codec qkv_codec;  // codec.h
 // What a session is for. The values are those of qkv.v1.Purpose.
 typedef enum qkv_purpose { QKV_PURPOSE_ATTEND = 1, QKV_PURPOSE_FETCH = 2 } qkv_purpose;
 
-#define QKV_PARAMETERS_MAX 2  // of a codec
+#define QKV_PARAMETERS_MAX 4  // of a codec, and of those in it
 
 // 0, NULL and -1 mean "not said here" until qkv_policy_merge (cache/model.h) has filled them in.
 typedef struct qkv_policy {
   const qkv_codec *codec;    // of keys, and of values, too, unless the next one is said
   const qkv_codec *codec_v;  // NULL: the same
-  // Of the codecs of keys and of values (by qkv_part), in the order of their tables; 0: the codec's own default.
-  // Parameters that are said with a codec belong to it.
+  // Of the codecs of keys and of values (by qkv_part), as qkv_codec_parameter counts them; 0: the codec's own
+  // default. Parameters that are said with a codec belong to it.
   uint32_t parameters[2][QKV_PARAMETERS_MAX];
   double bits_k, bits_v;
   int64_t recent_window;  // tokens kept exact in addition to the open page; -1 not said

@@ -66,7 +66,10 @@ static bool turboquant_matches(const qkv_part_coder *coder, const uint8_t *block
   return qkvi_sized_matches(coder, block, slot, rms, codes);
 }
 
-static void turboquant_round_trip(const qkv_part_coder *coder, const float *row, float *decoded) {
+static void turboquant_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
+                                  float *decoded) {
+  (void)block;
+  (void)slot;
   float turned[QKV_DIM_MAX];
   uint8_t codes[QKV_DIM_MAX];
   qkvi_sized_round_trip(coder, qkvi_turboquant_code(coder, row, turned, codes), codes, decoded);

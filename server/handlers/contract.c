@@ -49,10 +49,21 @@ static qkv_status read_codec(const char *name, const char *field, const qkv_code
 
 // A codec's parameters, where the policy sets any. A parameter that equals the codec's default counts as not set.
 static void read_parameters(const ProtobufCMessage *message, const qkv_codec *codec, uint32_t *values) {
-  for (size_t i = 0; codec != NULL && i < codec->parameter_count; i++) {
-    const uint32_t value = qkv_parameters_read(message, codec->name, codec->parameters[i].name);
-    values[i] = value == codec->parameters[i].fallback ? 0 : value;
+  const char *of;
+  const qkv_parameter *parameter;
+  for (size_t i = 0; (parameter = qkv_codec_parameter(codec, i, &of)) != NULL; i++) {
+    const uint32_t value = qkv_parameters_read(message, of, parameter->name);
+    values[i] = value == parameter->fallback ? 0 : value;
   }
+}
+
+// Whether a message of this name has parameters of the codec, or of one that is in it.
+static bool takes(const qkv_codec *codec, const char *message) {
+  const char *of;
+  for (size_t i = 0; qkv_codec_parameter(codec, i, &of) != NULL; i++) {
+    if (strcmp(of, message) == 0) return true;
+  }
+  return false;
 }
 
 static qkv_status read_codecs(const Qkv__V1__CodecPolicy *message, qkv_policy *policy, qkv_error *error) {
@@ -62,16 +73,16 @@ static qkv_status read_codecs(const Qkv__V1__CodecPolicy *message, qkv_policy *p
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.codec_v is \"%.64s\" without policy.codec",
                     message->codec_v);
   if (policy->codec_v == policy->codec) policy->codec_v = NULL;
-  const qkv_codec *codecs[] = {policy->codec, policy->codec_v != NULL ? policy->codec_v : policy->codec};
+  const qkv_codec *k = qkv_policy_codec(policy, QKV_K), *v = qkv_policy_codec(policy, QKV_V);
+  const char *of;
   for (size_t i = 0; qkv_codec_at(i) != NULL; i++) {
-    const qkv_codec *codec = qkv_codec_at(i);
-    if (codec == codecs[QKV_K] || codec == codecs[QKV_V] || codec->parameter_count == 0) continue;
-    if (qkv_parameters_there(&message->base, codec->name))
-      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is there, but policy.codec is \"%.64s\"", codec->name,
+    if (qkv_codec_parameter(qkv_codec_at(i), 0, &of) == NULL || takes(k, of) || takes(v, of)) continue;
+    if (qkv_parameters_there(&message->base, of))
+      return qkv_fail(error, QKV_INVALID_ARGUMENT, "policy.%s is there, but policy.codec is \"%.64s\"", of,
                       message->codec);
   }
-  for (qkv_part part = QKV_K; part <= QKV_V; part++)
-    read_parameters(&message->base, codecs[part], policy->parameters[part]);
+  read_parameters(&message->base, k, policy->parameters[QKV_K]);
+  read_parameters(&message->base, v, policy->parameters[QKV_V]);
   return QKV_OK;
 }
 
@@ -177,14 +188,18 @@ qkv_status qkvi_model_read(const Qkv__V1__Model *message, qkv_model *model, qkv_
 // ---- out ----
 
 static void write_codecs(const qkv_policy *policy, qkvi_parameters_buffer *buffer, Qkv__V1__CodecPolicy *message) {
-  const qkv_codec *codecs[] = {policy->codec, policy->codec_v != NULL ? policy->codec_v : policy->codec};
+  const char *of;
+  const qkv_parameter *parameter;
   if (policy->codec == NULL) return;
   message->codec = (char *)policy->codec->name;
   if (policy->codec_v != NULL) message->codec_v = (char *)policy->codec_v->name;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-    for (size_t i = 0; i < codecs[part]->parameter_count; i++)
-      qkv_parameters_write(&message->base, codecs[part]->name, codecs[part]->parameters[i].name,
-                           qkv_parameter_of(policy, part, i), buffer->parts[part]);
+    const qkv_codec *codec = qkv_policy_codec(policy, part);
+    for (size_t i = 0; (parameter = qkv_codec_parameter(codec, i, &of)) != NULL; i++) {
+      const uint32_t said = policy->parameters[part][i];
+      qkv_parameters_write(&message->base, of, parameter->name, said != 0 ? said : parameter->fallback,
+                           buffer->messages[part][i]);
+    }
   }
 }
 

@@ -20,7 +20,7 @@ qkv_status qkvi_policy_read(const Qkv__V1__CodecPolicy *message, qkv_policy *pol
 
 // Storage of the parameter messages of a policy.
 typedef struct qkvi_parameters_buffer {
-  _Alignas(16) unsigned char parts[2][QKV_PARAMETERS_MESSAGE_MAX];
+  _Alignas(16) unsigned char messages[2][QKV_PARAMETERS_MAX][QKV_PARAMETERS_MESSAGE_MAX];
 } qkvi_parameters_buffer;
 
 typedef struct qkvi_override_message {

@@ -7,7 +7,7 @@ import pytest
 
 from daemon import Daemon, binary, clean_environment, wait_for
 from kv import FP16, Cache
-from qkv.v1 import admin_pb2, admin_pb2_grpc
+from qkv.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from qkv.v1 import kv_cache_pb2 as kv
 
 SESSIONS = 6
@@ -59,6 +59,12 @@ def test_a_model_of_the_daemon(tmp_path):
         asked = size("--model", "model-s", "--tokens", 640, "--target", daemon.target)
         given = size("--tokens", 640, "--layers", 5, "--kv-heads", 2, "--q-heads", 4, "--key-dim", 64)
         assert asked["session_bytes"] == given["session_bytes"]
+        policy = model_pb2.CodecPolicy(codec="kivi", codec_v="turboquant", bits_k=4, bits_v=2, kivi=model_pb2.Kivi(q_group_size=64))
+        Cache(daemon.stub(), "two", layers=5, kv_heads=2, q_heads=4, key_dim=64, value_dim=64, dtype=FP16, policy=policy)
+        two = size("--model", "model-two", "--tokens", 6400, "--target", daemon.target)
+        alike = size("--model", "model-two", "--codec", "kivi", "--tokens", 6400, "--target", daemon.target)
+        # Bits a coordinate, with scales: 4.5 of keys and 2.25 of values, or 5 and 3.
+        assert 0.75 < two["session_bytes"] / alike["session_bytes"] < 0.92
 
 
 def test_what_is_missing_is_named():

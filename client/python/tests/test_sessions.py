@@ -1,5 +1,8 @@
 """Sessions against a real daemon: rows in, attention and rows out, and the calls around them."""
 
+import dataclasses
+import typing
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -420,6 +423,23 @@ def test_arguments(client, session, rows):
             call()
 
 
+def test_every_field_of_a_policy_has_one_here():
+    values = {str: "chain", int: 8, float: 0.5, bool: True}
+    fields = {}
+    for field in dataclasses.fields(qkvd.Policy):
+        kind = typing.get_type_hints(qkvd.Policy)[field.name]
+        choices = [kind, *typing.get_args(kind)]
+        fields[field.name] = next((values[choice] for choice in choices if choice in values), choices[-1])
+    message = qkvd.Policy(**fields).message()
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is None:
+            assert getattr(message, field.name) == fields[field.name], field.name
+            continue
+        assert message.HasField(field.name), field.name
+        for parameter in field.message_type.fields:
+            assert getattr(getattr(message, field.name), parameter.name) != 0, (field.name, parameter.name)
+
+
 def test_codecs_and_their_parameters(client, name, rows, queries):
     client.register_model(
         qkvd.Model(name=name, layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM, dtype="fp32")
@@ -441,6 +461,25 @@ def test_codecs_and_their_parameters(client, name, rows, queries):
     assert np.all(np.isfinite(out))
     for row, back in zip((k, v), fetched, strict=True):
         assert 0 < np.sum((row - back) ** 2) < 1e-3 * np.sum(row**2)
+    stages = qkvd.Policy(
+        codec="turboquant-outliers-delta",
+        codec_v="polarquant-low-rank",
+        bits_k=4,
+        bits_v=8,
+        recent_window=0,
+        turboquant_rotation="dense",
+        turboquant_outliers_n_out=8,
+        delta_stage_anchor_every=8,
+        delta_stage_anchor_threshold=500,
+        polarquant_row_norms="none",
+        low_rank_stage_rank=1,
+    )
+    with client.open(f"{name}-stages", model=name, policy=stages) as session:
+        session.append(0, k, v)
+        k_back, v_back = session.fetch(0)
+    assert np.sum((k - k_back) ** 2) < 0.1 * np.sum(k**2) and np.sum((v - v_back) ** 2) < 1e-3 * np.sum(v**2)
+    with pytest.raises(qkvd.InvalidArgument, match="policy.delta_stage.anchor_every is 9"):
+        client.open(name, model=name, policy=dataclasses.replace(stages, delta_stage_anchor_every=9))
     with pytest.raises(qkvd.InvalidArgument, match="polarquant"):
         client.open(name, model=name, policy=qkvd.Policy(codec="kivi", bits_k=4, bits_v=4, polarquant_row_norms="none"))
     with pytest.raises(qkvd.InvalidArgument, match="turboquant_rotation is 'skew'"):

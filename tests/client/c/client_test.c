@@ -166,25 +166,25 @@ static void test_sessions(void **state) {
   assert_int_equal(qkv_client_close_session(own, "info", &freed, &error), QKV_NOT_FOUND);
   assert_int_equal(qkv_client_get_session(own, "info", &info, &error), QKV_NOT_FOUND);
   assert_null(info.lengths);
-  // Codecs of keys and of values with parameters of their own, and one that neither is.
-  policy = (qkv_client_policy){.codec = "turboquant",
-                               .codec_v = "kivi",
-                               .bits_k = 4,
-                               .bits_v = 2,
-                               .turboquant_rotation = 2,
-                               .kivi_q_group_size = 64};
-  options.session = "two";
-  ok(qkv_client_open_session(own, &options, &error), &error);
-  ok(qkv_client_close_session(own, "two", &freed, &error), &error);
-  policy.kivi_q_group_size = 48;
-  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_INVALID_ARGUMENT);
-  assert_non_null(strstr(error.text, "48"));
-  policy.kivi_q_group_size = 0, policy.turboquant_ip_rotation = 1;
-  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_INVALID_ARGUMENT);
-  assert_non_null(strstr(error.text, "turboquant-ip"));
-  policy = (qkv_client_policy){.codec = "polarquant", .bits_k = 2, .bits_v = 3, .polarquant_row_norms = 3};
-  assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_INVALID_ARGUMENT);
-  assert_non_null(strstr(error.text, "row_norms"));
+  const struct {
+    qkv_client_policy policy;
+    const char *wrong;
+  } policies[] = {
+      {{.codec = "turboquant", .codec_v = "kivi", .turboquant_rotation = 2, .kivi_q_group_size = 64}, ""},
+      {{.codec = "kivi", .kivi_q_group_size = 48}, "kivi.q_group_size is 48"},
+      {{.codec = "turboquant", .turboquant_ip_rotation = 1}, "turboquant-ip is there"},
+      {{.codec = "polarquant", .polarquant_row_norms = 3}, "polarquant.row_norms is 3"},
+      {{.codec = "turboquant-outliers-delta", .turboquant_outliers_n_out = 12}, "turboquant_outliers.n_out is 12"},
+      {{.codec = "turboquant-ip-outliers", .turboquant_ip_outliers_n_out = 12}, "turboquant_ip_outliers.n_out is 12"},
+      {{.codec = "kivi-delta", .delta_stage_anchor_every = 7}, "delta_stage.anchor_every is 7"},
+      {{.codec = "int8-delta", .delta_stage_anchor_threshold = 1000001}, "delta_stage.anchor_threshold is 1000001"},
+      {{.codec = "polarquant-low-rank", .low_rank_stage_rank = 17}, "low_rank_stage.rank is 17"}};
+  for (size_t i = 0; i < sizeof policies / sizeof *policies; i++) {
+    options.policy = &policies[i].policy;
+    assert_int_equal(qkv_client_open_session(own, &options, &error), i == 0 ? QKV_OK : QKV_INVALID_ARGUMENT);
+    assert_non_null(strstr(error.text, policies[i].wrong));
+  }
+  ok(qkv_client_close_session(own, "info", &freed, &error), &error);
   options.policy = NULL;
   options.model = "nobody";
   assert_int_equal(qkv_client_open_session(own, &options, &error), QKV_NOT_FOUND);

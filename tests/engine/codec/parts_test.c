@@ -11,124 +11,7 @@
 #include "engine/codec/parts.h"
 #include "engine/codec/sphere.h"
 #include "engine/kernel/kernel.h"
-#include "tests/engine/codec/naive.h"
-
-enum { HEADS = 2 };
-
-// A codec's page of one layer, and what is in it.
-typedef struct coded {
-  const qkv_coder *coder;
-  void *made;
-  qkv_policy policy;
-  uint32_t tokens;
-  float *k, *v;  // [tokens][HEADS][dim]
-  uint8_t *image;
-  size_t bytes;
-} coded;
-
-typedef struct way {
-  const char *k, *v;  // v NULL: the same
-  double bits_k, bits_v;
-  uint32_t parameter;  // the first of both; 0: the default
-} way;
-
-static void *allocate(size_t bytes) {
-  void *made = aligned_alloc(64, (bytes + 127) / 64 * 64);
-  assert_non_null(made);
-  return made;
-}
-
-static void setup_with(coded *page, const way *as, uint32_t second, uint16_t key_dim, uint16_t value_dim,
-                       const qkv_rope *rope) {
-  const qkv_rope none = {0};
-  *page = (coded){.policy = QKV_POLICY_UNSET};
-  page->policy.codec = qkv_codec_by_name(as->k);
-  page->policy.codec_v = as->v == NULL ? NULL : qkv_codec_by_name(as->v);
-  page->policy.bits_k = as->bits_k;
-  page->policy.bits_v = as->bits_v;
-  page->policy.parameters[QKV_K][0] = page->policy.parameters[QKV_V][0] = as->parameter;
-  page->policy.parameters[QKV_K][1] = page->policy.parameters[QKV_V][1] = second;
-  const qkv_coder_spec spec = {.layers = 1,
-                               .kv_heads = HEADS,
-                               .q_heads = HEADS,
-                               .key_dim = key_dim,
-                               .value_dim = value_dim,
-                               .rope = rope == NULL ? &none : rope,
-                               .policies = &page->policy,
-                               .purpose = QKV_PURPOSE_ATTEND};
-  uint64_t bytes = 0;
-  page->made = page->policy.codec->create(&spec, &page->coder, &bytes);
-  assert_true(bytes > 0);
-}
-
-static void setup(coded *page, const way *as, uint16_t key_dim, uint16_t value_dim, const qkv_rope *rope) {
-  setup_with(page, as, 0, key_dim, value_dim, rope);
-}
-
-typedef void fill_fn(naive_random *random, float *row, size_t dim);
-
-static void gaussian(naive_random *random, float *row, size_t dim) {
-  for (size_t c = 0; c < dim; c++) row[c] = (float)naive_gaussian(random);
-}
-
-// Whole numbers, from which every machine makes the same bytes.
-static void whole(naive_random *random, float *row, size_t dim) {
-  for (size_t c = 0; c < dim; c++) row[c] = (float)naive_below(random, 2001) - 1000;
-}
-
-// A channel in eight is far from 0 and large, as those of keys are.
-static void outlier_channels(naive_random *random, float *row, size_t dim) {
-  gaussian(random, row, dim);
-  for (size_t c = 0; c < dim; c += 8) row[c] = 20 + 10 * row[c];
-}
-
-static void encode(coded *page, naive_random *random, uint32_t tokens, fill_fn *fill) {
-  const size_t kd = page->coder->key_dim, vd = page->coder->value_dim;
-  page->tokens = tokens;
-  page->k = allocate(tokens * HEADS * kd * sizeof *page->k);
-  page->v = allocate(tokens * HEADS * vd * sizeof *page->v);
-  for (size_t i = 0; i < (size_t)tokens * HEADS; i++) {
-    fill(random, page->k + i * kd, kd);
-    fill(random, page->v + i * vd, vd);
-  }
-  page->image = allocate(page->coder->codec->page_bytes_max(page->coder));
-  page->bytes = page->coder->codec->encode(page->coder, 640, tokens, QKV_FP32, page->k, page->v, NULL, page->image);
-}
-
-static void release(coded *page) {
-  free(page->k);
-  free(page->v);
-  free(page->image);
-  page->policy.codec->destroy(page->made);
-}
-
-static size_t dim_of(const coded *page, qkv_part part) {
-  return part == QKV_K ? page->coder->key_dim : page->coder->value_dim;
-}
-
-static const float *row_of(const coded *page, qkv_part part, size_t t, size_t head) {
-  return (part == QKV_K ? page->k : page->v) + (t * HEADS + head) * dim_of(page, part);
-}
-
-// Squared error relative to squares, of all heads.
-static double error_of(const coded *page, qkv_part part) {
-  const size_t dim = dim_of(page, part);
-  float *rows = allocate(QKV_PAGE_TOKENS * dim * sizeof *rows);
-  double error = 0, square = 0;
-  for (uint16_t h = 0; h < HEADS; h++) {
-    page->coder->codec->decode(page->coder, page->image, h, part, false, rows);
-    for (size_t t = 0; t < page->tokens; t++) {
-      const float *exact = row_of(page, part, t, h);
-      for (size_t c = 0; c < dim; c++) {
-        const double off = (double)exact[c] - (double)rows[t * dim + c];
-        error += off * off;
-        square += (double)exact[c] * (double)exact[c];
-      }
-    }
-  }
-  free(rows);
-  return error / square;
-}
+#include "tests/engine/codec/coded_page.h"
 
 static const way ways[] = {
     {"kivi", NULL, 2, 2, 0},
@@ -159,6 +42,15 @@ static const way ways[] = {
     {"turboquant-delta", NULL, 1, 3, 0},
     {"turboquant-delta", "int8-delta", 4, 8, 8},
     {"int8-delta", "turboquant-delta", 8, 2, 64},
+    {"polarquant-low-rank", "int8-low-rank", 3, 8, 0},
+    {"int8-low-rank", "kivi-low-rank", 8, 3, 1},
+    {"running-u8-low-rank", "polarquant-low-rank", 8, 2, 0},
+    {"kivi-delta", NULL, 2, 3, 0},
+    {"kivi-delta", NULL, 8, 4, 8},
+    {"polarquant-delta", NULL, 3, 2, 0},
+    {"polarquant-delta", "kivi-delta", 1, 5, 64},
+    {"turboquant-outliers-delta", NULL, 3, 2, 0},
+    {"turboquant-outliers-delta", "polarquant-delta", 4, 4, 16},
     {"polarquant", NULL, 2, 3, 0},
     {"polarquant", NULL, 4, 5, 2},
     {"running-u8", NULL, 8, 8, 0},
@@ -472,6 +364,13 @@ static void golden_pages_stay_readable(void **state) {
   check_golden("parts_v1_kivi-low-rank_k2_v3.bin", &(way){"kivi-low-rank", NULL, 2, 3, 8}, 64);
   check_golden("parts_v1_turboquant-delta_k2_v3.bin", &(way){"turboquant-delta", NULL, 2, 3, 0}, 50);
   check_golden("parts_v1_int8-delta.bin", &(way){"int8-delta", NULL, 8, 8, 16}, 64);
+  check_golden("parts_v1_polarquant-low-rank_k2_v3.bin", &(way){"polarquant-low-rank", NULL, 2, 3, 0}, 50);
+  check_golden("parts_v1_int8-low-rank.bin", &(way){"int8-low-rank", NULL, 8, 8, 1}, 50);
+  check_golden("parts_v1_running-u8-low-rank.bin", &(way){"running-u8-low-rank", NULL, 8, 8, 1}, 50);
+  check_golden("parts_v1_kivi-delta_k2_v3.bin", &(way){"kivi-delta", NULL, 2, 3, 0}, 50);
+  check_golden("parts_v1_polarquant-delta_k2_v3.bin", &(way){"polarquant-delta", NULL, 2, 3, 16}, 50);
+  check_golden("parts_v1_turboquant-outliers-delta_k2_v3.bin", &(way){"turboquant-outliers-delta", NULL, 2, 3, 0},
+               50);
   check_golden("parts_v1_polarquant_k4_v2.bin", &(way){"polarquant", NULL, 4, 2, 0}, 64);
   check_golden("parts_v1_running-u8.bin", &(way){"running-u8", NULL, 8, 8, 0}, 64);
   check_golden("parts_v1_turboquant_k3_kivi_v2.bin", &(way){"turboquant", "kivi", 3, 2, 0}, 64);
@@ -613,70 +512,6 @@ static void running_u8_is_small_and_close(void **state) {
   release(&page);
 }
 
-// The published stream: a jump amid rows that are alike. Two anchors either way: at fixed places, or where it jumps.
-static void sudden_drift(naive_random *random, float *rows, uint32_t tokens, size_t dim) {
-  float point[64];
-  for (size_t i = 0; i < tokens * dim; i++) {
-    const size_t t = i / dim, c = i % dim;
-    if (t % 15 == 0) point[c] = (float)naive_gaussian(random);
-    for (size_t h = 0; h < HEADS; h++)
-      rows[(t * HEADS + h) * dim + c] = point[c] + 0.02f * (float)naive_gaussian(random);
-  }
-}
-
-// Mean relative errors of keys, and the anchors of the last stream.
-static double drift_error(const char *name, double bits, uint32_t threshold, uint64_t *starts) {
-  enum { TOKENS = 30, DIM = 64, STREAMS = 20 };
-  naive_random random = {9};
-  double error = 0;
-  for (size_t s = 0; s < STREAMS; s++) {
-    coded page;
-    setup_with(&page, &(way){name, NULL, bits, bits, 0}, threshold, DIM, DIM, NULL);
-    encode(&page, &random, TOKENS, gaussian);
-    sudden_drift(&random, page.k, TOKENS, DIM);
-    page.coder->codec->encode(page.coder, 0, TOKENS, QKV_FP32, page.k, page.v, NULL, page.image);
-    error += error_of(&page, QKV_K) / STREAMS;
-    memcpy(starts, page.image + 128, sizeof *starts);
-    release(&page);
-  }
-  return error;
-}
-
-// Published: 0.116 without regard to the jump, 0.00126 with a threshold of 0.4 and as many anchors.
-static void deltas_follow_a_jump(void **state) {
-  (void)state;
-  for (unsigned bits = 1; bits <= 3; bits++) {
-    uint64_t starts;
-    const double fixed = drift_error("turboquant-delta", bits, 1000000, &starts);
-    assert_int_equal(starts, 1);
-    const double adaptive = drift_error("turboquant-delta", bits, 400, &starts);
-    assert_int_equal(starts, 0x8001);
-    printf("a jump, %u bits: %.5f with one anchor, %.6f with one where it jumps\n", bits, fixed, adaptive);
-    assert_true(adaptive <= 0.0013 && fixed > 10 * adaptive);
-  }
-}
-
-// Published: rank 4 takes 11 to 13 % off at 2 to 4 bits, rank 8 20 %, of long runs; a page's 64 rows are shorter.
-static void factors_take_errors_off(void **state) {
-  (void)state;
-  static const char *const inner[] = {"turboquant", "kivi"}, *const names[] = {"turboquant-low-rank",
-                                                                               "kivi-low-rank"};
-  for (unsigned i = 0; i < 6; i++) {
-    const double bits = 2 + i / 2;
-    double errors[3];
-    for (uint32_t rank = 0; rank <= 8; rank += 4) {
-      naive_random random = {10};
-      coded page;
-      setup(&page, &(way){(rank == 0 ? inner : names)[i % 2], NULL, bits, bits, rank}, 128, 128, NULL);
-      encode(&page, &random, QKV_PAGE_TOKENS, gaussian);
-      errors[rank / 4] = error_of(&page, QKV_K);
-      release(&page);
-    }
-    printf("%s, %g bits: %.4f, rank 4 %.4f, rank 8 %.4f\n", inner[i % 2], bits, errors[0], errors[1], errors[2]);
-    assert_true(errors[1] < 0.9 * errors[0] && errors[2] < 0.82 * errors[0]);
-  }
-}
-
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(rows_come_back_within_the_bound),
@@ -692,8 +527,6 @@ int main(void) {
       cmocka_unit_test(inner_products_are_unbiased),
       cmocka_unit_test(polarquant_cosines),
       cmocka_unit_test(kivi_keys_are_closer_per_channel),
-      cmocka_unit_test(deltas_follow_a_jump),
-      cmocka_unit_test(factors_take_errors_off),
       cmocka_unit_test(running_u8_is_small_and_close),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

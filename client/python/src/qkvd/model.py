@@ -80,6 +80,12 @@ Codec = Literal[
     "kivi-low-rank",
     "turboquant-delta",
     "int8-delta",
+    "polarquant-low-rank",
+    "int8-low-rank",
+    "running-u8-low-rank",
+    "kivi-delta",
+    "polarquant-delta",
+    "turboquant-outliers-delta",
 ]
 Rotation = Literal["", "hadamard", "dense"]
 
@@ -114,8 +120,8 @@ def _said(field: str, value: str, known: dict[str, _T]) -> _T:
 class Policy:
     """How rows are coded. What is left out takes the next level's: session, then model, then the daemon's options.
 
-    Fields that begin with a codec's name are its own parameters; left out they are the codec's defaults. The daemon
-    refuses those of a codec that is neither `codec` nor `codec_v`.
+    Fields that begin with the name of a codec or of a stage are its own parameters; left out they are its defaults. The
+    daemon refuses those of a codec that is neither `codec` nor `codec_v`, nor in one of them.
     """
 
     codec: Codec = ""  # exact: rows stay as they came, in the model's dtype; others: docs/codecs.md
@@ -126,12 +132,9 @@ class Policy:
     polarquant_row_norms: Literal["", "stored", "none"] = ""
     turboquant_outliers_n_out: int = 0  # channels, a multiple of 8
     turboquant_ip_outliers_n_out: int = 0
-    turboquant_low_rank_rank: int = 0  # 1 to 16
-    kivi_low_rank_rank: int = 0
-    turboquant_delta_anchor_every: int = 0  # 8, 16, 32 or 64
-    turboquant_delta_anchor_threshold: int = 0  # thousandths
-    int8_delta_anchor_every: int = 0
-    int8_delta_anchor_threshold: int = 0
+    low_rank_stage_rank: int = 0  # 1 to 16; of turboquant-low-rank and the others
+    delta_stage_anchor_every: int = 0  # 8, 16, 32 or 64; of turboquant-delta and the others
+    delta_stage_anchor_threshold: int = 0  # thousandths
     bits_k: float = 0  # code bits a coordinate, in eighths up to 8
     bits_v: float = 0
     recent_window: int | None = None  # newest tokens that are kept exact
@@ -157,10 +160,8 @@ class Policy:
             else None,
             turboquant_outliers=_outliers(self.turboquant_outliers_n_out),
             turboquant_ip_outliers=_outliers(self.turboquant_ip_outliers_n_out),
-            turboquant_low_rank=_low_rank(self.turboquant_low_rank_rank),
-            kivi_low_rank=_low_rank(self.kivi_low_rank_rank),
-            turboquant_delta=_delta(self.turboquant_delta_anchor_every, self.turboquant_delta_anchor_threshold),
-            int8_delta=_delta(self.int8_delta_anchor_every, self.int8_delta_anchor_threshold),
+            low_rank_stage=_low_rank(self.low_rank_stage_rank),
+            delta_stage=_delta(self.delta_stage_anchor_every, self.delta_stage_anchor_threshold),
             bits_k=self.bits_k,
             bits_v=self.bits_v,
             recent_window=self.recent_window,

@@ -52,7 +52,7 @@ class Rope(_message.Message):
     def __init__(self, theta: _Optional[float] = ..., width: _Optional[int] = ..., pairing: _Optional[_Union[Rope.Pairing, str]] = ..., scaling: _Optional[_Union[Rope.Scaling, str]] = ..., factor: _Optional[float] = ..., original_max_position: _Optional[int] = ..., low_freq_factor: _Optional[float] = ..., high_freq_factor: _Optional[float] = ..., beta_fast: _Optional[float] = ..., beta_slow: _Optional[float] = ..., attention_factor: _Optional[float] = ...) -> None: ...
 
 class CodecPolicy(_message.Message):
-    __slots__ = ("codec", "bits_k", "bits_v", "recent_window", "anchor", "anchor_every", "anchor_threshold", "gqa_compensation", "self_calibration", "low_rank", "rank", "sink_tokens", "codec_v", "kivi", "turboquant", "polarquant", "turboquant_ip", "turboquant_low_rank", "kivi_low_rank", "turboquant_delta", "int8_delta", "turboquant_outliers", "turboquant_ip_outliers")
+    __slots__ = ("codec", "bits_k", "bits_v", "recent_window", "anchor", "anchor_every", "anchor_threshold", "gqa_compensation", "self_calibration", "low_rank", "rank", "sink_tokens", "codec_v", "kivi", "turboquant", "polarquant", "turboquant_ip", "low_rank_stage", "delta_stage", "turboquant_outliers", "turboquant_ip_outliers")
     CODEC_FIELD_NUMBER: _ClassVar[int]
     BITS_K_FIELD_NUMBER: _ClassVar[int]
     BITS_V_FIELD_NUMBER: _ClassVar[int]
@@ -70,10 +70,8 @@ class CodecPolicy(_message.Message):
     TURBOQUANT_FIELD_NUMBER: _ClassVar[int]
     POLARQUANT_FIELD_NUMBER: _ClassVar[int]
     TURBOQUANT_IP_FIELD_NUMBER: _ClassVar[int]
-    TURBOQUANT_LOW_RANK_FIELD_NUMBER: _ClassVar[int]
-    KIVI_LOW_RANK_FIELD_NUMBER: _ClassVar[int]
-    TURBOQUANT_DELTA_FIELD_NUMBER: _ClassVar[int]
-    INT8_DELTA_FIELD_NUMBER: _ClassVar[int]
+    LOW_RANK_STAGE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_STAGE_FIELD_NUMBER: _ClassVar[int]
     TURBOQUANT_OUTLIERS_FIELD_NUMBER: _ClassVar[int]
     TURBOQUANT_IP_OUTLIERS_FIELD_NUMBER: _ClassVar[int]
     codec: str
@@ -93,13 +91,11 @@ class CodecPolicy(_message.Message):
     turboquant: Turboquant
     polarquant: Polarquant
     turboquant_ip: Turboquant
-    turboquant_low_rank: LowRankStage
-    kivi_low_rank: LowRankStage
-    turboquant_delta: DeltaStage
-    int8_delta: DeltaStage
+    low_rank_stage: LowRankStage
+    delta_stage: DeltaStage
     turboquant_outliers: OutlierChannels
     turboquant_ip_outliers: OutlierChannels
-    def __init__(self, codec: _Optional[str] = ..., bits_k: _Optional[float] = ..., bits_v: _Optional[float] = ..., recent_window: _Optional[int] = ..., anchor: _Optional[str] = ..., anchor_every: _Optional[int] = ..., anchor_threshold: _Optional[float] = ..., gqa_compensation: bool = ..., self_calibration: bool = ..., low_rank: _Optional[str] = ..., rank: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., codec_v: _Optional[str] = ..., kivi: _Optional[_Union[Kivi, _Mapping]] = ..., turboquant: _Optional[_Union[Turboquant, _Mapping]] = ..., polarquant: _Optional[_Union[Polarquant, _Mapping]] = ..., turboquant_ip: _Optional[_Union[Turboquant, _Mapping]] = ..., turboquant_low_rank: _Optional[_Union[LowRankStage, _Mapping]] = ..., kivi_low_rank: _Optional[_Union[LowRankStage, _Mapping]] = ..., turboquant_delta: _Optional[_Union[DeltaStage, _Mapping]] = ..., int8_delta: _Optional[_Union[DeltaStage, _Mapping]] = ..., turboquant_outliers: _Optional[_Union[OutlierChannels, _Mapping]] = ..., turboquant_ip_outliers: _Optional[_Union[OutlierChannels, _Mapping]] = ...) -> None: ...
+    def __init__(self, codec: _Optional[str] = ..., bits_k: _Optional[float] = ..., bits_v: _Optional[float] = ..., recent_window: _Optional[int] = ..., anchor: _Optional[str] = ..., anchor_every: _Optional[int] = ..., anchor_threshold: _Optional[float] = ..., gqa_compensation: bool = ..., self_calibration: bool = ..., low_rank: _Optional[str] = ..., rank: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., codec_v: _Optional[str] = ..., kivi: _Optional[_Union[Kivi, _Mapping]] = ..., turboquant: _Optional[_Union[Turboquant, _Mapping]] = ..., polarquant: _Optional[_Union[Polarquant, _Mapping]] = ..., turboquant_ip: _Optional[_Union[Turboquant, _Mapping]] = ..., low_rank_stage: _Optional[_Union[LowRankStage, _Mapping]] = ..., delta_stage: _Optional[_Union[DeltaStage, _Mapping]] = ..., turboquant_outliers: _Optional[_Union[OutlierChannels, _Mapping]] = ..., turboquant_ip_outliers: _Optional[_Union[OutlierChannels, _Mapping]] = ...) -> None: ...
 
 class Kivi(_message.Message):
     __slots__ = ("q_group_size",)
