@@ -149,7 +149,7 @@ static void range_of_value(const qkv_part_coder *coder, const affine *as, size_t
 void qkvi_affine_round_trip(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row,
                             float *decoded) {
   const affine as = affine_of(coder);
-  float scales[STEPS_MAX], zeros[STEPS_MAX];
+  float scales[STEPS_MAX] = {0}, zeros[STEPS_MAX] = {0};
   const unsigned most = (1u << coder->bits) - 1;
   if (coder->part == QKV_K) read_numbers(&as, block, slot / as.group, scales, zeros);
   for (size_t group = 0; coder->part == QKV_V && group < as.groups; group++)
