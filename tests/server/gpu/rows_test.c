@@ -156,12 +156,14 @@ static size_t place(const asked *a, uint64_t token, uint32_t head) {
   return a->heads_first ? (head * a->rows.tokens + token) * a->row_bytes : (token * HEADS + head) * a->row_bytes;
 }
 
-static asked ask(world *w) {
+// `whole`: of all rows.
+static asked ask(world *w, bool whole) {
   static const qkv_dtype dtypes[] = {QKV_FP32, QKV_FP16, QKV_BF16};
   asked a = {.rows = {.layer = &w->layer, .dtype = dtypes[random_below(&w->seed, 3)]}};
-  a.rows.begin = random_below(&w->seed, 3) == 0 ? 0 : random_below(&w->seed, w->layer.length);
-  a.rows.tokens = random_below(&w->seed, 3) == 0 ? w->layer.length - a.rows.begin
-                                                 : 1 + random_below(&w->seed, w->layer.length - a.rows.begin);
+  a.rows.begin = whole || random_below(&w->seed, 3) == 0 ? 0 : random_below(&w->seed, w->layer.length);
+  a.rows.tokens = whole || random_below(&w->seed, 3) == 0
+                      ? w->layer.length - a.rows.begin
+                      : 1 + random_below(&w->seed, w->layer.length - a.rows.begin);
   a.rows.before_rope = random_below(&w->seed, 3) == 0;
   a.heads_first = random_below(&w->seed, 3) == 0;
   a.row_bytes = DIM * qkv_dtype_size(a.rows.dtype);
@@ -207,7 +209,7 @@ static void fetch_some(world *w) {
   enter_context();
   for (size_t i = 0; i < FETCHES; i++) {
     qkv_error error = {0};
-    const asked a = ask(w);
+    const asked a = ask(w, i == 0);
     if (qkvi_gpu_fetch(w->gpu, &a.rows, &error) != QKV_OK) fail_msg("%s", error.text);
     end_fetch(&a, true);
   }
@@ -272,7 +274,7 @@ static void the_driver_fails(void **unused) {
     qkv_error error = {0};
     for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
     enter_context();
-    const asked a = ask(&w);
+    const asked a = ask(&w, false);
     fake_fail(functions[i % 5], 1 + (unsigned)random_below(&w.seed, 8),
               random_below(&w.seed, 4) == 0 ? QKV_CUDA_OUT_OF_MEMORY : 719);
     const qkv_status status = qkvi_gpu_fetch(w.gpu, &a.rows, &error);
