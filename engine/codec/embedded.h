@@ -53,7 +53,7 @@ typedef struct qkv_coded_rows {
   const float *errors, *squares;  // [64]
 } qkv_coded_rows;
 
-typedef struct qkv_coded_page {
+typedef struct qkv_device_page {
   uint64_t position;
   uint32_t tokens;
   qkv_dtype dtype;
@@ -62,12 +62,12 @@ typedef struct qkv_coded_page {
   // Brings a row of `rows`, which may be an outlier. Few are asked for, of heads with heavy hitters all keys.
   void (*bring)(void *context, uint16_t kv_head, qkv_part part, uint32_t slot);
   void *context;
-} qkv_coded_page;
+} qkv_device_page;
 
 // Whether pages are made of such rows: those without anchors and factors, of heads that have bits.
 bool qkv_embedded_takes_coded(const qkv_coder *coder);
 // The page, the same that encode makes of the rows: image [page_bytes_max]. Returns its bytes.
-size_t qkv_embedded_place_coded(const qkv_coder *coder, const qkv_coded_page *page, void *image);
+size_t qkv_embedded_place_coded(const qkv_coder *coder, const qkv_device_page *page, void *image);
 
 // The data-free transform of a row width.
 const qkv_transform *qkv_transform_uniform(uint16_t dim);

@@ -439,7 +439,7 @@ typedef struct lazy_part {
   uint16_t kv_head;
   qkv_part part;
   const page_rows *rows;
-  const qkv_coded_page *page;
+  const qkv_device_page *page;
   float *turned, *scratch;  // [64][dim]; `turned` NULL: outliers are turned where they are looked at
   uint64_t brought;         // slots, a mask
 } lazy_part;
@@ -481,7 +481,7 @@ static void place_part(lazy_part *lazy, uint64_t heavy, void *image, qkv_outlier
 }
 
 static void place_coded_head(const qkv_coder *coder, uint16_t kv_head, const page_rows *rows,
-                             const qkv_coded_page *page, float *space, void *image, qkv_outlier_set *sets) {
+                             const qkv_device_page *page, float *space, void *image, qkv_outlier_set *sets) {
   const qkv_embedded_coder *own = qkv_embedded(coder);
   for (uint32_t t = 0; own->heads[kv_head].heavy != NULL && t < rows->tokens; t++)
     page->bring(page->context, kv_head, QKV_K, t);
@@ -510,7 +510,7 @@ bool qkv_embedded_takes_coded(const qkv_coder *coder) {
          own->low_rank.mode == QKV_LOW_RANK_OFF;
 }
 
-size_t qkv_embedded_place_coded(const qkv_coder *coder, const qkv_coded_page *page, void *image) {
+size_t qkv_embedded_place_coded(const qkv_coder *coder, const qkv_device_page *page, void *image) {
   assert(qkv_embedded_takes_coded(coder) && page->tokens >= 1 && page->tokens <= QKV_PAGE_TOKENS);
   const page_rows rows = {page->position, page->tokens, page->dtype, {page->rows[QKV_K], page->rows[QKV_V]}};
   qkv_outlier_set *sets = make_sets(coder);

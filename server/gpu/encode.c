@@ -166,13 +166,13 @@ static qkv_status encode_there(encode_work *work, const encode_layout *layout, c
   const qkvi_gpu_page *page = work->page;
   qkv_coded_rows *parts = allocate(2 * (size_t)page->coder->kv_heads * sizeof *parts);
   work->status = run_kernel(work, layout, call, parts);
-  const qkv_coded_page coded = {.position = page->position,
-                                .tokens = page->tokens,
-                                .dtype = page->dtype,
-                                .rows = {work->rows[QKV_K], work->rows[QKV_V]},
-                                .parts = parts,
-                                .bring = bring,
-                                .context = work};
+  const qkv_device_page coded = {.position = page->position,
+                                 .tokens = page->tokens,
+                                 .dtype = page->dtype,
+                                 .rows = {work->rows[QKV_K], work->rows[QKV_V]},
+                                 .parts = parts,
+                                 .bring = bring,
+                                 .context = work};
   if (work->status == QKV_OK) *bytes = qkv_embedded_place_coded(page->coder, &coded, image);
   free(parts);
   return work->status;
