@@ -262,6 +262,13 @@ static void resident_pages_do_not_cross(void **unused) {
   teardown(&w);
 }
 
+// A GPU that fails again within 12 ms (six times retry_ms) is opened after twice the time, and soon after minutes.
+static void wait_until_up(const world *w) {
+  for (int n = 0; n < 5000 && qkvi_gpu_read(w->gpu).down; n++) usleep(1000);
+  assert_false(qkvi_gpu_read(w->gpu).down);
+  usleep(20000);
+}
+
 // The nth call of some function fails: the right bytes, or an error.
 static void the_driver_fails(void **unused) {
   (void)unused;
@@ -272,7 +279,7 @@ static void the_driver_fails(void **unused) {
   setup(&w, 7, true);
   for (size_t i = 0; i < FAULTS; i++) {
     qkv_error error = {0};
-    for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
+    wait_until_up(&w);
     enter_context();
     const asked a = ask(&w, false);
     fake_fail(functions[i % 5], 1 + (unsigned)random_below(&w.seed, 8),
@@ -285,7 +292,7 @@ static void the_driver_fails(void **unused) {
   }
   print_message("%zu of %d fetches failed\n", failed, FAULTS);
   assert_true(failed > FAULTS / 4);
-  for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
+  wait_until_up(&w);
   fetch_some(&w);
   teardown(&w);
 }
@@ -356,13 +363,13 @@ static void pages_have_the_same_bytes(void **unused) {
   for (size_t i = 0; i < CODERS * FETCHES / 2; i++) check_page(&w, w.coders[i % CODERS], QKV_OK);
   assert_true(fake_read().launches >= before.launches + 4 * (FETCHES / 2));  // but of the one with anchors
   for (size_t i = 0; i < FAULTS / 2; i++) {
-    for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
+    wait_until_up(&w);
     enter_context();
     fake_fail(i % 2 == 0 ? "cuMemcpyDtoHAsync" : "cuLaunchKernel", 1, 719);
     check_page(&w, w.coders[i % CODERS], QKV_UNAVAILABLE);
     fake_fail("", 1, 0);
   }
-  for (int n = 0; n < 5000 && qkvi_gpu_read(w.gpu).down; n++) usleep(1000);
+  wait_until_up(&w);
   teardown(&w);
 }
 
