@@ -478,7 +478,7 @@ def test_codecs_and_their_parameters(client, name, rows, queries):
         session.append(0, k, v)
         k_back, v_back = session.fetch(0)
     assert np.sum((k - k_back) ** 2) < 0.1 * np.sum(k**2) and np.sum((v - v_back) ** 2) < 1e-3 * np.sum(v**2)
-    with pytest.raises(qkvd.InvalidArgument, match="policy.delta_stage.anchor_every is 9"):
+    with pytest.raises(qkvd.InvalidArgument, match=r"policy\.delta_stage\.anchor_every is 9"):
         client.open(name, model=name, policy=dataclasses.replace(stages, delta_stage_anchor_every=9))
     with pytest.raises(qkvd.InvalidArgument, match="polarquant"):
         client.open(name, model=name, policy=qkvd.Policy(codec="kivi", bits_k=4, bits_v=4, polarquant_row_norms="none"))
