@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import Daemon, wait_for
+from daemon import SANITIZED, Daemon, wait_for
 from kv import TIMEOUT, Cache, attention, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
@@ -333,6 +333,7 @@ def test_commvq_learns_from_traffic(tmp_path):
         assert third.info().calibration == version
 
 
+@pytest.mark.skipif(SANITIZED, reason="trains codebooks of a whole model, minutes with sanitizers")
 def test_commvq_by_the_worker(tmp_path):
     """The file of qkv-worker calibrate has its codebooks, and what a daemon codes with it is better."""
     file, text = str(tmp_path / "t.qkvc"), os.path.join(DATA, "calibration.txt")

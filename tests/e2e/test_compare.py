@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from daemon import Daemon
+from daemon import SANITIZED, Daemon
 from kv import TIMEOUT, Cache, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from test_cli import DATA, json_lines, run
@@ -101,6 +101,7 @@ def test_one_at_a_time():
                 assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.skipif(SANITIZED, reason="trains codebooks of a whole model, minutes with sanitizers")
 def test_a_model_that_is_calibrated(tmp_path):
     """A model's own rows: what its calibration gains shows."""
     calibration, prompt = str(tmp_path / "t.qkvc"), tmp_path / "prompt.txt"
