@@ -84,12 +84,12 @@ qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void 
 typedef struct qkvi_gpu_stats {
   const char *device;                                     // as it was named
   char name[QKVI_GPU_TEXT_MAX], uuid[QKVI_GPU_TEXT_MAX];  // the driver's; empty: it has not been opened yet
-  int number;                                             // the driver's, in this process; -1: not known
   char reason[QKV_ERROR_TEXT_MAX];                        // why it is down
   uint64_t bytes_limit, bytes;                            // on the GPU
   uint64_t ranges;                                        // resident
   uint64_t uploaded_bytes;                                // since it was opened
   uint32_t sessions;                                      // whose layers are on it
+  int number;                                             // the driver's, in this process; -1: not known
   int64_t counts[QKVI_GPU_COUNTERS];                      // by the metric's number less QKV_METRIC_GPU_HITS
   bool down;
 } qkvi_gpu_stats;

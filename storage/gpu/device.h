@@ -65,7 +65,7 @@ typedef struct qkv_gpu_device qkv_gpu_device;
 typedef struct qkv_gpu_call qkv_gpu_call;
 
 // The number of the device of this name, as in qkv_gpu_config. NOT_FOUND, UNAVAILABLE.
-qkv_status qkv_gpu_resolve(const qkv_cuda_driver *driver, const char *name, int *number, qkv_error *error);
+qkv_status qkv_gpu_resolve(const qkv_cuda_driver *driver, const char *wanted, int *number, qkv_error *error);
 
 // NOT_FOUND where no device has this name, UNAVAILABLE with the driver's error otherwise; *device is NULL then.
 qkv_status qkv_gpu_open(const qkv_gpu_config *config, qkv_gpu_device **device, qkv_error *error);
