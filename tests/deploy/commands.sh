@@ -81,7 +81,7 @@ done
 if env -u QKVD_TLS_CERT -u QKVD_TLS_KEY build/release/bin/qkvctl sessions --timeout 2s 2>/dev/null; then
   fail "a client without a certificate is served"
 fi
-curl --fail --silent http://127.0.0.1:7581/ | grep -q '<title>' || fail "the page is not there"
+[[ $(curl --fail --silent http://127.0.0.1:7581/) == *'<title>'* ]] || fail "the page is not there"
 asked() {
   curl --silent --get --data-urlencode "query=qkvd_tenant_quota_limit{tenant=\"team-b\",resource=\"sessions\"}" \
     http://127.0.0.1:9090/api/v1/query | grep -q '"1000"'

@@ -484,8 +484,14 @@ static void test_closing_before_it_is_journaled(void **unused) {
   teardown(&s);
 }
 
-static void wait_until_free(void *context) {
-  while (!atomic_load((_Atomic bool *)context)) (void)sched_yield();
+typedef struct gate {
+  _Atomic bool reached, is_open;
+} gate;
+
+static void wait_at(void *context) {
+  gate *at = context;
+  atomic_store(&at->reached, true);
+  while (!atomic_load(&at->is_open)) (void)sched_yield();
 }
 
 // A check that finds no thread is refused, rather than reported as clean.
@@ -494,17 +500,20 @@ static void test_a_check_that_is_refused(void **unused) {
   scene s;
   qkv_pool *pool;
   qkvi_verify verify;
-  _Atomic bool are_free = false;
+  gate busy = {0};
   setup(&s, "auto");
   qkv_session *session = open_session(&s, "a", QKV_DURABILITY_ASYNC);
   assert_int_equal(append(&s, session, 0, 0, TOKENS), QKV_OK);
   sync_all(&s, session);
   qkv_session_unref(&session);
   assert_int_equal(qkv_pool_create(1, 1, &pool, NULL), QKV_OK);
-  while (qkv_pool_submit(pool, wait_until_free, &are_free) == QKV_OK) (void)sched_yield();
+  // The thread has the first one before the queue is filled.
+  assert_int_equal(qkv_pool_submit(pool, wait_at, &busy), QKV_OK);
+  while (!atomic_load(&busy.reached)) (void)sched_yield();
+  while (qkv_pool_submit(pool, wait_at, &busy) == QKV_OK) (void)sched_yield();
   assert_int_equal(qkvi_upkeep_verify(s.residency, pool, true, &verify), QKV_RESOURCE_EXHAUSTED);
   assert_false(verify.running);
-  atomic_store(&are_free, true);
+  atomic_store(&busy.is_open, true);
   while (qkvi_upkeep_verify(s.residency, pool, true, &verify) != QKV_OK) (void)sched_yield();
   while (verify.running) assert_int_equal(qkvi_upkeep_verify(s.residency, pool, false, &verify), QKV_OK);
   assert_int_equal(verify.done, LAYERS * TOKENS / 64);
