@@ -120,7 +120,7 @@ bool qkvi_gpu_submit(qkv_device *device, qkv_device_call *call, const qkv_simt_s
                      const qkv_device_kernels *kernels);
 bool qkvi_gpu_wait_call(qkv_device *device, qkv_device_call *call);
 void qkvi_gpu_end_call(qkv_device *device, qkv_device_call *call);
-// The same of qkv_simt_encode_rows.
+// Runs qkv_simt_encode_rows over jobs of `dim` coordinates at most, and waits.
 qkv_status qkvi_gpu_encode_jobs(qkvi_gpu *gpu, const qkv_device_call *call, uint16_t dim,
                                 const qkv_simt_encode_args *args, qkv_error *error);
 // Runs qkv_simt_decode_rows over jobs of `dim` coordinates at most, and waits. `args` need no tables.

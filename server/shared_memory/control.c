@@ -1,4 +1,4 @@
-// SystemSharedMemoryRegister, ...Status, ...Unregister, and the same of CudaSharedMemory.
+// The calls SystemSharedMemoryRegister, ...Status, ...Unregister, and their CudaSharedMemory counterparts.
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdlib.h>

@@ -29,7 +29,7 @@ typedef struct qkvi_mapping {
 // space.
 qkv_status qkvi_mapping_open(const char *key, uint64_t offset, uint64_t bytes, uid_t owner, qkvi_mapping *mapping,
                              qkv_error *error);
-// The same of a descriptor, which stays the caller's: a memfd that cannot be made shorter.
+// Maps a descriptor, which the caller keeps: a memfd sealed against shrinking. Errors as of qkvi_mapping_open.
 qkv_status qkvi_mapping_of_descriptor(int descriptor, uint64_t offset, uint64_t bytes, qkvi_mapping *mapping,
                                       qkv_error *error);
 // Of the object, for errors: "/name", or "behind descriptor".

@@ -1,7 +1,7 @@
 // Regions of memory that clients on this machine have registered, so that rows do not cross the socket.
 //
 //   region    system: [offset, offset + bytes) of a POSIX shared memory object or a memfd, mapped
-//             CUDA:   the same of memory on the GPU that the daemon uses, opened there
+//             CUDA:   a range of memory on the GPU that the daemon uses, opened there
 //             until it is unregistered and the last request that uses it is done
 //   name      the client's, of its tenant: a region of another tenant does not exist for it
 //

@@ -14,7 +14,7 @@ from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import shared_memory_pb2 as shm
 from qkv.v1 import shared_memory_pb2_grpc, tensor_pb2
 from test_gpu import kernels, with_gpu  # noqa: F401
-from test_shared_memory import MIB, Object, append, append_item, lying, register, regions, unregister
+from test_shared_memory import MIB, Object, append, append_item, append_while_regions_go, lying, register, regions, unregister
 
 CODE = grpc.StatusCode
 
@@ -318,32 +318,11 @@ def test_rows_are_what_was_checked(memory, make_cache):
 
 def test_unregistering_while_requests_run(memory, make_cache):
     cache = make_cache(layers=1, recent_window=100000, key_dim=64, value_dim=64)
-    k, v = cache.rows(64)
     with Object(2 * MIB) as at:
-        at.place(0, k)
-        at.place(MIB, v)
-        stop = threading.Event()
-
         def come_and_go():
-            while not stop.is_set():
-                register_cuda(memory, "r", handle_of(at), 2 * MIB)
-                unregister_cuda(memory, "r")
-
-        thread = threading.Thread(target=come_and_go)
-        thread.start()
-        outcomes = set()
-        try:
-            for _ in range(200):
-                item = append_item(cache, 0, k=lying("r", 0, k), v=lying("r", MIB, v))
-                try:
-                    append(cache, item)
-                    outcomes.add(CODE.OK)
-                except grpc.RpcError as error:
-                    outcomes.add(error.code())
-        finally:
-            stop.set()
-            thread.join()
-        assert outcomes <= {CODE.OK, CODE.NOT_FOUND}
+            register_cuda(memory, "r", handle_of(at), 2 * MIB)
+            unregister_cuda(memory, "r")
+        append_while_regions_go(cache, at, come_and_go)
 
 
 @pytest.mark.parametrize("fault", ["cuMemcpyDtoHAsync:2:719", "cuEventQuery:4:999"])

@@ -452,34 +452,41 @@ def test_clients_that_write_and_shorten_while_rows_are_read(server, memory, make
             assert np.isfinite(cache.fetch()[0]).all()
 
 
+def append_while_regions_go(cache, at, come_and_go):
+    """`come_and_go` registers `at` as "r" and unregisters it, again and again: an append has its rows, or finds no region."""
+    k, v = cache.rows(64)
+    at.place(0, k)
+    at.place(MIB, v)
+    stop = threading.Event()
+
+    def run():
+        while not stop.is_set():
+            come_and_go()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    outcomes = set()
+    try:
+        for _ in range(200):
+            item = append_item(cache, 0, k=lying("r", 0, k), v=lying("r", MIB, v))
+            try:
+                append(cache, item)
+                outcomes.add(CODE.OK)
+            except grpc.RpcError as error:
+                outcomes.add(error.code())
+    finally:
+        stop.set()
+        thread.join()
+    assert outcomes <= {CODE.OK, CODE.NOT_FOUND}
+
+
 def test_unregistering_while_requests_run(memory, make_cache):
     cache = make_cache(layers=1, recent_window=100000, key_dim=64, value_dim=64)
-    k, v = cache.rows(64)
     with Object(2 * MIB) as at:
-        at.place(0, k)
-        at.place(MIB, v)
-        stop = threading.Event()
-
         def come_and_go():
-            while not stop.is_set():
-                register(memory, "r", at.key, 0, 2 * MIB)
-                unregister(memory, "r")
-
-        thread = threading.Thread(target=come_and_go)
-        thread.start()
-        outcomes = set()
-        try:
-            for _ in range(200):
-                item = append_item(cache, 0, k=lying("r", 0, k), v=lying("r", MIB, v))
-                try:
-                    append(cache, item)
-                    outcomes.add(CODE.OK)
-                except grpc.RpcError as error:
-                    outcomes.add(error.code())
-        finally:
-            stop.set()
-            thread.join()
-        assert outcomes <= {CODE.OK, CODE.NOT_FOUND}
+            register(memory, "r", at.key, 0, 2 * MIB)
+            unregister(memory, "r")
+        append_while_regions_go(cache, at, come_and_go)
 
 
 def test_limits_and_what_outlives_what():

@@ -361,7 +361,7 @@ def random_model(kind, folder):
 
 @pytest.mark.parametrize("kind", ["windows", "convolutions", "linear"])
 def test_layers_that_keep_different_things(daemon, tmp_path, kind):
-    """Windows beside full attention are rows; states of convolutions and of linear attention, opaque objects beside blocks
+    """Windows and full attention are rows; states of convolutions and of linear attention are opaque objects, as are blocks
     of attention. Another process loads them, and goes on with the same text; with other states it does not."""
     model, more = random_model(kind, tmp_path)
     settings = {"target": daemon.target, "model_name": kind, "bits": "exact", "lookup_timeout": 5.0}
