@@ -100,6 +100,33 @@ EMULATED __m256i emulated_maskz_loadu_epi16(__mmask16 mask, const void *from) {
   return _mm256_loadu_si256((const __m256i *)to);
 }
 
+EMULATED __m512i emulated_maskz_loadu_epi16_wide(__mmask32 mask, const void *from) {
+  uint16_t to[32] = {0};
+  for (int i = 0; i < 32; i++) {
+    if ((mask >> i & 1) != 0) memcpy(&to[i], (const char *)from + 2 * i, 2);
+  }
+  __m512i all;
+  memcpy(&all, to, sizeof all);
+  return all;
+}
+
+EMULATED __m512i emulated_maskz_loadu_epi32(__mmask16 mask, const void *from) {
+  emulated to = {.words = {0}};
+  for (int i = 0; i < 16; i++) {
+    if ((mask >> i & 1) != 0) memcpy(&to.words[i], (const char *)from + 4 * i, 4);
+  }
+  return to.whole;
+}
+
+EMULATED __mmask32 emulated_cmpgt_epi16_mask(__m512i a, __m512i b) {
+  int16_t first[32], second[32];
+  memcpy(first, &a, sizeof first);
+  memcpy(second, &b, sizeof second);
+  __mmask32 mask = 0;
+  for (int i = 0; i < 32; i++) mask |= (__mmask32)(first[i] > second[i]) << i;
+  return mask;
+}
+
 EMULATED __m512 emulated_maskz_loadu_ps(__mmask16 mask, const void *from) {
   emulated to = {.words = {0}};
   for (int i = 0; i < 16; i++) {
@@ -177,6 +204,22 @@ EMULATED float emulated_reduce_max_ps(__m512 a) {
   return most;
 }
 
+EMULATED float emulated_reduce_min_ps(__m512 a) {
+  const emulated from = {.floats = a};
+  float least = from.lanes[0];
+  for (int i = 1; i < 16; i++) least = from.lanes[i] < least ? from.lanes[i] : least;
+  return least;
+}
+
+EMULATED uint32_t emulated_mask_reduce_min_epu32(__mmask16 mask, __m512i a) {
+  const emulated from = {.whole = a};
+  uint32_t least = UINT32_MAX;
+  for (int i = 0; i < 16; i++) {
+    if ((mask >> i & 1) != 0 && from.words[i] < least) least = from.words[i];
+  }
+  return least;
+}
+
 // SIMDe's macro of this name takes other arguments.
 EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
   const emulated first = {.whole = a}, second = {.whole = b};
@@ -197,6 +240,7 @@ EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
 #define _mm_cmpeq_epi8_mask emulated_cmpeq_epi8_mask
 #define _mm256_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 #define _mm256_maskz_set1_epi16 emulated_maskz_set1_epi16
+#define _mm512_cmpgt_epi16_mask emulated_cmpgt_epi16_mask
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
@@ -210,9 +254,13 @@ EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
 #define _mm512_mask_srli_epi32 emulated_mask_srli_epi32
 #define _mm512_mask_storeu_epi8 emulated_mask_storeu_epi8
 #define _mm512_mask_storeu_ps emulated_mask_storeu_ps
+#define _mm512_mask_reduce_min_epu32 emulated_mask_reduce_min_epu32
+#define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16_wide
+#define _mm512_maskz_loadu_epi32 emulated_maskz_loadu_epi32
 #define _mm512_maskz_loadu_ps emulated_maskz_loadu_ps
 #define _mm512_permute_ps emulated_permute_ps
 #define _mm512_reduce_max_ps emulated_reduce_max_ps
+#define _mm512_reduce_min_ps emulated_reduce_min_ps
 #define _mm512_shuffle_epi32 emulated_shuffle_epi32
 #define _mm512_shuffle_f32x4 emulated_shuffle_f32x4
 
