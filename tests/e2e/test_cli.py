@@ -247,6 +247,13 @@ def test_dump_is_what_quality_reads(tmp_path):
     assert refused.returncode == 1 and "codes of turboquant-ip are not measured" in refused.stderr
     for missing in (["--text", text], ["--output", path], ["--text", text, "--text", text, "--output", path]):
         assert run("qkv-worker", "dump", "--model", DATA, *missing).returncode == 2
+    # They cross the wire in place of noise: whole pages of 2 heads of 64 + 64, as many as the bytes allow.
+    for crossing in ("--store", "--coded"):
+        (row,) = json_lines("qkv-bench", "fetch", crossing, "--calibrated", "--dump", path, "--bytes", "100000",
+                            "--rounds", "2", "--repeats", "1")
+        assert row["bytes"] == (195 if crossing == "--store" else 192) * 512 and row["gbps"] > 0
+    refused = run("qkv-bench", "fetch", "--coded", "--dump", path + "x")
+    assert refused.returncode == 1 and "rows.safetensorsx" in refused.stderr
 
 
 @pytest.mark.parametrize("arguments,texts", [

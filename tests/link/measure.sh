@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 usage() {
   cat <<'TEXT'
-Usage: tests/link/measure.sh [--build DIR] [--rate RATE] [--bits BITS] [--repeats N] [--bytes BYTES] [--threads N] [--help]
+Usage: tests/link/measure.sh [--build DIR] [--rate RATE] [--bits BITS] [--repeats N] [--bytes BYTES] [--threads N] [--dump FILE --rope-theta THETA] [--help]
 
   --build DIR    a finished build; build/release by default
   --rate RATE    of the link, both ways, as tc takes it; 1gbit by default. "none": a unix socket, without namespaces
@@ -13,6 +13,7 @@ Usage: tests/link/measure.sh [--build DIR] [--rate RATE] [--bits BITS] [--repeat
   --repeats N    of which the medians are printed; 5 by default
   --bytes BYTES  of fp16 rows fetched and appended at once; 32MiB by default
   --threads N    that the client codes and decodes with; 2 by default
+  --dump FILE    rows of a model, as qkv-worker dump writes them, in place of noise; --rope-theta is its RoPE's base
 
 Needs root, ip and tc, but for --rate none. Prints gigabytes of fp16 rows a second, as rows and as pages, and their
 ratio. Every row is measured with a daemon of its own.
@@ -25,14 +26,20 @@ bits=2.125
 repeats=5
 bytes=32MiB
 threads=2
+dump=
+rope_theta=10000
 while (($# > 0)); do
   case "$1" in
     --help | -h)
       usage
       exit 0
       ;;
-    --build | --rate | --bits | --repeats | --bytes | --threads)
+    --build | --rate | --bits | --repeats | --bytes | --threads | --dump)
       declare "${1#--}=${2:?$1 needs a value}"
+      shift 2
+      ;;
+    --rope-theta)
+      rope_theta=${2:?$1 needs a value}
       shift 2
       ;;
     *)
@@ -99,6 +106,7 @@ printf '%-8s %-12s %10s %10s %8s\n' command session rows pages ratio
 for session in "data-free" "calibrated"; do
   more=()
   if [[ $session == calibrated ]]; then more=(--calibrated); fi
+  if [[ -n $dump ]]; then more+=(--dump "$dump" --rope-theta "$rope_theta"); fi
   for command in fetch append; do
     rows=$(figure "$command" --store "${more[@]}")
     pages=$(figure "$command" --coded "${more[@]}")
