@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(smollm2 transformers vllm lmcache sglang image boot packages arm64 proxies chart compose commands page) # only when they are asked for
+readonly more_stages=(quality smollm2 transformers vllm lmcache sglang image boot packages arm64 proxies chart compose commands page) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -23,6 +23,8 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
 
 Not among them unless asked for:
 
+  quality   every codec at all depths against tests/regress/codecs.csv, and 16 windows of each text against quality.csv, of
+            which the release stage has one depth and one window; 15 minutes
   smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, the same
             through a daemon that learns from traffic, against tests/regress/learnt.csv, and the tests that need the model;
             some 30 minutes on two processors
@@ -151,6 +153,15 @@ run_release() {
   build release
   say "tests of the release build"
   ctest --preset release -j "$at_once"
+}
+
+run_quality() {
+  build release qkv-bench
+  build release qkv-worker
+  say "every codec at all depths"
+  tests/regress/quality.py --bin build/release/bin --codecs --full
+  say "sixteen windows of each text"
+  tests/regress/quality.py --bin build/release/bin --full
 }
 
 run_smollm2() {

@@ -44,7 +44,9 @@ static const qkv_option options[] = {
      "a codec, with parameters and a codec of values as in --setting, whose figures alone are shown; or all, for a "
      "table of all of them"},
     {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_bits), "0", 0, 8, "BITS",
-     "code bits per coordinate of the codec; 0: 4, or where the codec has no 4 bits 8 or 2"},
+     "code bits per coordinate of the codec, of all codecs where they have them; 0: 4, or where a codec has no 4 "
+     "bits 8 "
+     "or 2, and all depths of all codecs"},
     {"bits-k", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "0", 0, 8, "BITS",
      "code bits per coordinate of keys, a multiple of 0.125; with those below, one more way to code"},
     {"bits-v", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_v), "0", 0, 8, "BITS",

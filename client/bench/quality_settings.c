@@ -381,24 +381,32 @@ static qkv_status add_way(qkvi_setting_list *list, const char *way, double bits_
   return add_text(list, text, calibrated, error);
 }
 
-// Every codec of the table at the whole bits that people use, for --codec all; embedded in its frames. What is exact
-// is in every table.
-static qkv_status add_all_codecs(qkvi_setting_list *list, bool calibrated, qkv_error *error) {
+// A codec, by a way of --setting: at `only` bits, or its default where it has none of these; 0: at the whole bits
+// that people use.
+static qkv_status add_depths(qkvi_setting_list *list, const qkv_codec *codec, const char *way, double only,
+                             bool learns, qkv_error *error) {
   static const double bits[] = {1, 2, 3, 4, 5, 8};
-  enum { BITS = sizeof bits / sizeof *bits };
+  if (only > 0) {
+    const double depth = codec->bits_valid(only) ? only : qkv_codec_bits_default(codec);
+    return add_way(list, way, depth, depth, learns, error);
+  }
+  for (size_t i = 0; i < sizeof bits / sizeof *bits; i++) {
+    if (codec->bits_valid(bits[i])) QKV_TRY(add_way(list, way, bits[i], bits[i], learns, error));
+  }
+  return QKV_OK;
+}
+
+// Every codec of the table, for --codec all; embedded in its frames. What is exact is in every table.
+static qkv_status add_all_codecs(qkvi_setting_list *list, double only, bool calibrated, qkv_error *error) {
   for (size_t row = 0; qkv_codec_at(row) != NULL; row++) {
     const qkv_codec *codec = qkv_codec_at(row);
-    const bool learns = codec->part != NULL && codec->calibrated;
-    for (size_t i = 0; codec->part != NULL && i < BITS; i++) {
-      if (codec->bits_valid(bits[i]) && (calibrated || !learns))
-        QKV_TRY(add_way(list, codec->name, bits[i], bits[i], learns, error));
-    }
-    for (size_t i = 0; codec->id == QKV_CODEC_EMBEDDED && i < BITS; i++)
-      QKV_TRY(add_way(list, "plain", bits[i], bits[i], false, error));
-    for (size_t i = 0; codec->id == QKV_CODEC_EMBEDDED && calibrated && i < BITS; i++) {
-      QKV_TRY(add_way(list, "attend", bits[i], bits[i], true, error));
-      QKV_TRY(add_way(list, "archive", bits[i], bits[i], true, error));
-    }
+    if (codec->part != NULL && (calibrated || !codec->calibrated))
+      QKV_TRY(add_depths(list, codec, codec->name, only, codec->calibrated, error));
+    if (codec->id != QKV_CODEC_EMBEDDED) continue;
+    QKV_TRY(add_depths(list, codec, "plain", only, false, error));
+    if (!calibrated) continue;
+    QKV_TRY(add_depths(list, codec, "attend", only, true, error));
+    QKV_TRY(add_depths(list, codec, "archive", only, true, error));
   }
   return QKV_OK;
 }
@@ -407,7 +415,7 @@ static qkv_status add_all_codecs(qkvi_setting_list *list, bool calibrated, qkv_e
 static qkv_status add_codec(qkvi_setting_list *list, const qkv_bench_settings *options, bool calibrated,
                             qkv_error *error) {
   char known[QKV_CODEC_NAMES_MAX];
-  if (strcmp(options->codec, "all") == 0) return add_all_codecs(list, calibrated, error);
+  if (strcmp(options->codec, "all") == 0) return add_all_codecs(list, options->code_bits, calibrated, error);
   const qkv_codec *codec = qkvi_setting_codec(options->codec), *codec_v = codec;
   if (codec == NULL)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--codec is %.64s, known are all, %s", options->codec,

@@ -29,6 +29,9 @@ def main():
     assert list(quality.compare(before, {"a": {**ROW, "top1": ""}})) == ["a: top1 was 0.9500, is absent"]
     assert list(quality.compare(before, {})) == ["a: not measured any more"]
     assert list(quality.compare({}, before)) == ["a: new"]
+    depths = {"attend frame: K 1 / V 1": ROW, "attend frame: K 3 / V 3": ROW, "kivi 3": ROW, "kivi-delta 3": ROW}
+    measured = {scheme: ROW for scheme in depths if scheme not in ("attend frame: K 1 / V 1", "kivi-delta 3")}
+    assert list(quality.of_one_depth(depths, measured)) == ["attend frame: K 3 / V 3", "kivi 3", "kivi-delta 3"]
     assert "| a | 2.188 | 0.00100 | 1.8650 | -0.0010 | 0.05000 | 0.09000 |" in list(quality.table(before))
     of_tokens = {"a": {"scheme": "a", "bits_per_coordinate_all_in": "4.1667", "bits_per_token": "4.03762",
                        "delta_bits_per_token": "-0.00856", "kl_bits": "0.008706", "rel_mse_k": "", "top1": "0.9551"}}

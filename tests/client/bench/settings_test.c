@@ -139,6 +139,18 @@ static void test_lists(void **state) {
     for (size_t i = 0; i < codecs.count; i++) found |= codecs.items[i].policy.codec == qkv_codec_at(row);
     assert_true(found);
   }
+  // At one depth each codec has a row, embedded one for each of its frames.
+  qkvi_settings_clear(&codecs);
+  options.code_bits = 3;
+  assert_int_equal(qkvi_settings_collect(&options, true, &codecs, NULL), QKV_OK);
+  size_t rows = 0;
+  while (qkv_codec_at(rows) != NULL) rows++;
+  assert_int_equal(codecs.count, rows - 1 + 2);  // the exact one has none
+  for (size_t i = 0; i < codecs.count; i++) {
+    const qkv_policy *policy = &codecs.items[i].policy;
+    const double depth = policy->codec->bits_valid(3) ? 3 : qkv_codec_bits_default(policy->codec);
+    assert_true(policy->bits_k == depth);
+  }
   options = (qkv_bench_settings){.codec = "turboquant,rotation=2/int8"};
   assert_int_equal(qkvi_settings_collect(&options, false, &alone, NULL), QKV_OK);
   assert_int_equal(alone.count, 1);
