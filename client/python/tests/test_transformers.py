@@ -21,6 +21,23 @@ TINYLM = os.environ.get("QKV_TINYLM") or os.path.join(
 )
 MODES = ["attend", "fetch"]
 FAMILIES = ["llama", "mistral", "qwen2", "gemma2", "gpt_neox", "phi"]
+MAMBA = {"mamba_d_state": 16, "mamba_d_conv": 4}
+MAMBA2 = MAMBA | {"mamba_n_groups": 1, "mamba_d_head": 16, "mamba_chunk_size": 16}
+# Models whose other layers hold states: of convolutions, linear attention, Mamba, and Mamba 2 in the layers of attention.
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "tie_embedding": False},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "use_mamba_kernels": False, "num_experts": 2,
+        "num_experts_per_tok": 1,
+    } | MAMBA,
+    "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4} | MAMBA2,
+}  # fmt: skip
+STATES = pytest.mark.skipif(qkvd.transformers._BEFORE_STATES, reason="transformers keeps states in caches of each model's")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,11 +88,12 @@ def small(family, **fields):
         fields = {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16} | fields
     if family == "mistral":
         fields = {"sliding_window": 24} | fields
+    fields = HYBRIDS.get(family, {}) | fields
     config = transformers.AutoConfig.for_model(family, **common, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name or "query_key_value" in name:
+            if any(part in name for part in ("q_proj", "k_proj", "query_key_value", "conv.in_proj", "conv.out_proj")):
                 weight.mul_(8)
     return model
 
@@ -172,6 +190,79 @@ def test_families(client, family, mode):
         got, got_logits = generate(model, prompt, cache)
     torch.testing.assert_close(got_logits, logits, rtol=1e-3, atol=2e-3)
     assert torch.equal(got, expected)
+
+
+@STATES
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_hybrids(client, family, mode):
+    """Attention in the daemon, states here: a batch with padding, the text and logits of the model's own cache."""
+    model = small(family)
+    prompt = torch.randint(1, 97, (2, 50))
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    inputs["attention_mask"][1, :17] = prompt[1, :17] = 0
+    expected, logits = generate(model, inputs)
+    assert len(set(expected[0, 50:].tolist())) > 5, "a text that does not depend on what is held"
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"{family}-{mode}") as cache:
+        got, got_logits = generate(model, inputs, cache)
+        attention = 3 if family == "falcon_h1" else 1
+        assert [len(session.lengths) for session in cache.sessions] == [attention] * 2
+        torch.testing.assert_close(got_logits, logits, rtol=1e-3, atol=2e-3)
+        assert torch.equal(got, expected)
+        cache.reset()
+        again, _ = generate(model, prompt[:1], cache)
+    assert torch.equal(again, generate(model, prompt[:1])[0])
+
+
+@STATES
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_beams_of_hybrids(client, family):
+    """States follow their sequences, as the daemon's forks do."""
+    model = small(family)
+    prompt = torch.randint(1, 97, (2, 30))
+    options = {"num_beams": 3, "output_logits": False, "num_return_sequences": 2}
+    expected, _ = generate(model, prompt, **options)
+    with QkvdCache(client, model, policy=qkvd.EXACT, model_name=f"beams-{family}") as cache:
+        got, _ = generate(model, prompt, cache, **options)
+        assert torch.equal(got, expected)
+        cache.reset()
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            next_one = model(torch.tensor([[5], [6]]), past_key_values=cache).logits[:, 0]
+            ids = torch.cat([prompt[[1, 0]], torch.tensor([[5], [6]])], 1)
+            torch.testing.assert_close(next_one, model(ids).logits[:, -1], rtol=1e-3, atol=2e-3)
+
+
+@STATES
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_crop_of_hybrids(client, family):
+    """As far as states go back; what cannot be done changes nothing."""
+    model = small(family)
+    ids = torch.randint(1, 97, (1, 60))
+    with QkvdCache(client, model, policy=qkvd.EXACT, model_name=f"crop-{family}") as cache, torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        with pytest.raises(qkvd.Unimplemented, match="activate_past_recording" if family == "lfm2" else "recurrent"):
+            cache.crop(-1)
+        cache.crop(-0)
+        logits = model(ids[:, 40:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, 40:], rtol=1e-3, atol=2e-3)
+        cache.crop(-60)
+        assert cache.get_seq_length() == 0
+        cache.activate_past_recording()
+        model(ids[:, :40], past_key_values=cache)
+        if family == "lfm2":
+            cache.crop(-20)
+            assert cache.get_seq_length() == 20
+            with pytest.raises(qkvd.Unimplemented, match="1 tokens cannot be cropped"):
+                cache.crop(-1)
+        else:
+            with pytest.raises(qkvd.Unimplemented, match="recurrent"):
+                cache.crop(-20)
+        held = cache.get_seq_length()
+        logits = model(ids[:, held:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, held:], rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -381,11 +472,17 @@ def test_what_is_refused(client):
             model(ids[:, :1], past_key_values=cache)
     with pytest.raises(qkvd.InvalidArgument, match="mode is"):
         QkvdCache(client, model, mode="x")
-    hybrid = transformers.AutoConfig.for_model("llama", num_hidden_layers=2)
-    hybrid.layer_types = ["full_attention", "linear_attention"]
-    model.config.layer_types = hybrid.layer_types
-    with pytest.raises(qkvd.Unimplemented, match="linear_attention"):
-        QkvdCache(client, model)
+    hybrid = small("jamba")
+    if qkvd.transformers._BEFORE_STATES:
+        with pytest.raises(qkvd.Unimplemented, match="jamba has layers that hold states"):
+            QkvdCache(client, hybrid)
+    else:
+        with pytest.raises(qkvd.Unimplemented, match="jamba has states, too"):
+            QkvdCache(client, hybrid, session="named")
+    for types, error in ((["full_attention", "new_attention"], "new_attention"), (["linear_attention"] * 2, "llama has")):
+        model.config.layer_types = types
+        with pytest.raises(qkvd.Unimplemented, match=error):
+            QkvdCache(client, model)
 
 
 def test_a_chunked_mask_is_refused(client):

@@ -13,6 +13,9 @@ How attend works: `update` gives the model its new keys back, with a note of the
 the note, and the mask's, which says where padding ends; what the daemon cannot attend to is refused, never ignored. Each
 sequence of a batch is a session of its own, without its padding.
 
+Hybrid models: layers of attention are the daemon's, in their order. What other layers hold (states of convolutions, Mamba
+and linear attention) stays here, in transformers' own layers of a cache.
+
 transformers 4.57 to 5.23; what differs between them is at the end of this file.
 """
 
@@ -28,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -70,8 +73,11 @@ class QkvdCache(Cache):  # type: ignore[misc]
     Batches may be padded on the left. Beams and other changes of the batch fork sessions: what two have in common is held
     once. `crop` and assisted decoding truncate.
 
-    Unimplemented: an attention of another form than causal (with a sliding window, a soft cap, or neither), linear layers,
-    or a mask of the caller's own, in mode "attend". AlreadyExists: another model has the name.
+    Layers of a hybrid model that hold states (convolutions, Mamba, linear attention) keep them in this process: such a
+    cache has no `session`, and `crop` raises Unimplemented where states cannot go back, which recurrent ones never can.
+
+    Unimplemented: an attention of another form than causal (with a sliding window, a soft cap, or neither), or a mask of
+    the caller's own, in mode "attend"; hybrid models with transformers 4. AlreadyExists: another model has the name.
     """
 
     def __init__(
@@ -89,7 +95,6 @@ class QkvdCache(Cache):  # type: ignore[misc]
         if mode not in ("attend", "fetch"):
             raise InvalidArgument(f'mode is {mode!r}, allowed are "attend" and "fetch"')
         config = model.config.get_text_config(decoder=True)
-        _check_layers(config)
         self.client = Client(client) if isinstance(client, str) else client
         self.mode = mode
         self.name = session or f"transformers-{os.getpid()}-{secrets.token_hex(8)}"
@@ -100,7 +105,14 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self._rows: list[Row] = []
         self._unattended: int | None = None  # the layer whose rows wait for their queries
         self._made = 0
-        super().__init__(layers=[QkvdLayer(self, index) for index in range(config.num_hidden_layers)])
+        super().__init__(layers=self._make_layers(config))
+        self._attention = [layer for layer in self.layers if isinstance(layer, QkvdLayer)]
+        self._states = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        if session and self._states:
+            raise Unimplemented(
+                f"session is {session!r}, which is for models of attention alone: {config.model_type} has states, too, "
+                "which are not in the session, so that no other cache could go on with it"
+            )
         # What is to be closed in the end must not hold the cache itself.
         self._end = weakref.finalize(self, _close, self.client, self._rows, isinstance(client, str), self._named)
         if mode == "attend":
@@ -129,11 +141,13 @@ class QkvdCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens: int) -> None:
         """Removes -`tokens` tokens from the end; a `tokens` above 0 is the length that is left, as it was before 5.0."""
-        length = _length_after_crop(self.get_seq_length(), tokens)
+        held = self.get_seq_length()
+        length = min(_length_after_crop(held, tokens), held)
+        self._crop_states(held - length, length)
         for row in self._rows:
             row.session.truncate(max(length - row.padding, 0))
         self._unattended = None
-        for layer in self.layers:
+        for layer in self._attention:
             layer.length = min(layer.length, length)
 
     def reset(self) -> None:
@@ -143,8 +157,9 @@ class QkvdCache(Cache):  # type: ignore[misc]
         for row in rows:
             row.session.close()
         self._unattended = None
-        for layer in self.layers:
+        for layer in self._attention:
             layer.length = 0
+        self._drop_states()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes a copy of sequence beam_idx[i]."""
@@ -157,6 +172,47 @@ class QkvdCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """The sequences of these indices, in their order."""
         self._rearrange(torch.arange(len(self._rows))[indices.cpu()].tolist())
+
+    # ---- layers that hold states ----
+
+    def _make_layers(self, config: Any) -> list[Any]:
+        """For each of the model's layers one of the cache's: ours for attention, transformers' own for others."""
+        if not _has_states(config):
+            return [QkvdLayer(self, index, index) for index in range(config.num_hidden_layers)]
+        layers: list[Any] = []
+        place = 0
+        for index, layer in enumerate(DynamicCache(config=config).layers):
+            if isinstance(layer, CacheLayerMixin):
+                both = isinstance(layer, LinearAttentionLayer)
+                layer = _BothLayer(self, index, place, layer.number_of_states) if both else QkvdLayer(self, index, place)
+                place += 1
+            layers.append(layer)
+        return layers
+
+    def _drop_states(self) -> None:
+        for layer in self._states:
+            recording = layer.record_past
+            LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
+            layer.record_past = recording
+
+    def _crop_states(self, removed: int, length: int) -> None:
+        """Before rows are cropped. States go back as far as transformers has recorded them, recurrent ones not at all."""
+        if not length:
+            self._drop_states()
+            return
+        held = [layer for layer in self._states if any(layer.is_conv_states_initialized.values()) or _is_recurrent(layer)]
+        for layer in held if removed else ():
+            if _is_recurrent(layer):
+                raise Unimplemented("recurrent states cannot be cropped, except to a length of 0")
+            for i, states in layer.conv_states.items():
+                if not layer.record_past or states.shape[-1] - removed < min(layer.conv_kernel_size[i], length):
+                    raise Unimplemented(
+                        f"{removed} tokens cannot be cropped: states of convolutions do not go back so far, and only with "
+                        "activate_past_recording() before"
+                    )
+        for layer in held:
+            if layer.record_past:
+                LinearAttentionLayer.crop(layer, -removed)
 
     # ---- sessions ----
 
@@ -176,7 +232,7 @@ class QkvdCache(Cache):  # type: ignore[misc]
             session.truncate(length)
         self._rows.append(Row(session))
         self._made = 1
-        for layer in self.layers:
+        for layer in self._attention:
             layer.length = length
 
     def _open(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -186,7 +242,7 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self.client.register_model(
             Model(
                 name=self.model_name,
-                layers=len(self.layers),
+                layers=len(self._attention),
                 kv_heads=key.shape[1],
                 q_heads=self._config.num_attention_heads,
                 key_dim=key.shape[3],
@@ -220,6 +276,8 @@ class QkvdCache(Cache):  # type: ignore[misc]
         for index, row in enumerate(old):
             if index not in taken:
                 row.session.close()
+        for layer in self._states:
+            LinearAttentionLayer.reorder_cache(layer, torch.tensor(indices))
 
     def _copy(self, source: Row) -> Row:
         """A sequence of the same rows, which the daemon holds once until the two differ."""
@@ -254,17 +312,21 @@ def _close(client: Client, rows: list[Row], own: bool, named: bool) -> None:
 
 
 class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of the cache, as transformers sees it. `length` counts padding, too."""
+    """One layer of the cache, as transformers sees it: `index` among the model's layers, `place` among the daemon's.
+
+    `length` counts padding, too.
+    """
 
     is_compileable = False
     is_sliding = False  # the whole layer is held; windows are the mask's
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: QkvdCache, index: int):
+    def __init__(self, cache: QkvdCache, index: int, place: int):
         super().__init__()
         self._cache = weakref.ref(cache)
         self.index = index
+        self.place = place
         self.length = 0
         self.is_initialized = True
 
@@ -292,15 +354,15 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = (states.detach().cpu().transpose(1, 2) for states in (key, value))
         self.cache.client.append(
             [
-                Item(session=r.session.name, layer=self.index, position=self.length, k=k[i], v=v[i])
+                Item(session=r.session.name, layer=self.place, position=self.length, k=k[i], v=v[i])
                 for i, r in enumerate(rows)
             ]
         )
         self.length += key.shape[2]
         fetched = [torch.empty(*s.shape[:2], self.length, s.shape[3], dtype=s.dtype) for s in (key, value)]
         for i, row in enumerate(rows):
-            row.session._took(self.index, self.length)
-            row.session.fetch(self.index, end=self.length, heads_first=True, out=(fetched[0][i], fetched[1][i]))
+            row.session._took(self.place, self.length)
+            row.session.fetch(self.place, end=self.length, heads_first=True, out=(fetched[0][i], fetched[1][i]))
         return fetched[0].to(key.device), fetched[1].to(value.device)
 
     def attend(
@@ -331,7 +393,7 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
             part = slice(first, end)
             position = self.length + first - row.padding
             parts = {"k": k[i, part], "v": v[i, part], "q": q[i, part]}
-            items.append(Item(session=row.session.name, layer=self.index, position=position, options=options, **parts))
+            items.append(Item(session=row.session.name, layer=self.place, position=position, options=options, **parts))
             outs.append(out[i, part])
             rows.append(row)
         if not items:
@@ -339,7 +401,7 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         for row, result in zip(rows, self.cache.client.attend(items, out=outs), strict=True):
             if result.error is not None:
                 raise result.error
-            row.session._took(self.index, result.length)
+            row.session._took(self.place, result.length)
 
     def _pad(self, padding: list[int] | None) -> None:
         """Padding stands before the first row of a sequence and stays what it was."""
@@ -372,7 +434,7 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         """As `QkvdCache.crop`, of this layer."""
         length = _length_after_crop(self.length, tokens)
         for row in self.cache._rows:
-            row.session.truncate(max(length - row.padding, 0), layers=[self.index])
+            row.session.truncate(max(length - row.padding, 0), layers=[self.place])
         self.length = min(self.length, length)
 
     def reset(self) -> None:
@@ -483,18 +545,63 @@ def _check_mask(sees: Callable[..., torch.Tensor], batch: int, held: int, count:
 
 # ---- what a config says ----
 
-_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers that hold states, alone or with attention; of "moe" and "mlp" that have nothing to hold.
+_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 
 
-def _check_layers(config: Any) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+def _has_states(config: Any) -> bool:
+    """Whether layers hold something else than keys and values. Unimplemented: what no cache here can hold."""
+    types = set(getattr(config, "layer_types", None) or ())
+    others = sorted(types - _ATTENTION - _STATES)
     if others:
         raise Unimplemented(f"{config.model_type} has layers of {', '.join(others)}: qkvd holds keys and values alone")
+    states = types & _STATES
+    if _BEFORE_STATES and (states or hasattr(config, "mamba_d_conv")):
+        raise Unimplemented(
+            f"{config.model_type} has layers that hold states, which transformers {transformers.__version__} keeps in "
+            "caches of each model's own; a later one (5.19) is needed"
+        )
+    if states and not types & (_ATTENTION | {"hybrid", "hybrid_sliding"}):
+        raise Unimplemented(f"{config.model_type} has no layer of attention: there is nothing that qkvd could hold")
+    return bool(states)
+
+
+def _is_recurrent(layer: Any) -> bool:
+    return any(layer.is_recurrent_states_initialized.values())
 
 
 # ---- what differs between the generations of transformers ----
 
 _BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
+
+try:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    _BEFORE_STATES = False
+except ImportError:  # hybrid models are refused
+
+    class LinearAttentionLayer:  # type: ignore[no-redef]
+        """Of no cache."""
+
+    _BEFORE_STATES = True
+
+
+class _BothLayer(LinearAttentionLayer, QkvdLayer):  # type: ignore[misc]
+    """States and attention in one layer."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, cache: QkvdCache, index: int, place: int, states: int):
+        QkvdLayer.__init__(self, cache, index, place)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def crop(self, *_: Any) -> None:
+        """Refused: states and rows go back in all layers at once."""
+        raise Unimplemented("one layer cannot be changed alone: call the cache's method")
+
+    reset = reorder_cache = crop
 
 
 def _length_after_crop(length: int, tokens: int) -> int:
