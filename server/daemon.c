@@ -210,6 +210,7 @@ void qkv_daemon_update_gauges(qkv_daemon *daemon) {
                  (int64_t)qkvi_inspect_closed(QKVI_HTTP2_HEADER_BLOCK));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_CLOSED_FRAMES],
                  (int64_t)qkvi_inspect_closed(QKVI_HTTP2_CONTROL_FRAMES));
+  qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTION_PAUSES], (int64_t)qkvi_inspect_pauses());
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CONNECTIONS_CLOSED_MESSAGES],
                  (int64_t)qkvi_inspect_closed(QKVI_HTTP2_REQUEST_BYTES));
   qkv_metric_set(&daemon->metrics[QKV_METRIC_CALLS_SILENT], (int64_t)qkv_rpc_server_silent_ended(daemon->rpc));

@@ -34,6 +34,8 @@
     "Connections closed for a header block of more than 64 KiB.")                                                   \
   X(CONNECTIONS_CLOSED_FRAMES, "qkvd_connections_closed_frames_total", QKV_COUNTER,                                 \
     "Connections closed for limit-control-frames.")                                                                 \
+  X(CONNECTION_PAUSES, "qkvd_connection_pauses_total", QKV_COUNTER,                                                 \
+    "Pauses of 5 ms of connections that come near a limit.")                                                        \
   X(CONNECTIONS_CLOSED_MESSAGES, "qkvd_connections_closed_messages_total", QKV_COUNTER,                             \
     "Connections closed for holding the most bytes of messages that are not whole.")                                \
   X(HTTP_ENDED, "qkvd_http_connections_ended_total", QKV_COUNTER,                                                   \

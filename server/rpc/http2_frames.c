@@ -135,16 +135,21 @@ static void read_payload(qkvi_http2_frames *frames, const uint8_t *bytes, uint32
   if (cursor->left == 0) follow(frames);
 }
 
+uint64_t qkvi_http2_frames_points(qkvi_http2_frames *frames, uint64_t points_s, uint64_t now_ns) {
+  const uint64_t passed_ms = now_ns > frames->ns ? (now_ns - frames->ns) / 1000000 : 0;
+  const uint64_t drained =
+      passed_ms > 1000 * QKVI_HTTP2_BURST_S ? points_s * QKVI_HTTP2_BURST_S : passed_ms * points_s / 1000;
+  if (drained > 0) frames->ns = now_ns;
+  frames->points -= drained < frames->points ? drained : frames->points;
+  if (frames->lent > frames->points) frames->lent = frames->points;
+  return frames->points;
+}
+
 static qkvi_http2_verdict judge(qkvi_http2_frames *frames, uint64_t points_s, uint64_t (*now_ns)(void)) {
   if (frames->block > QKVI_HTTP2_BLOCK_BYTES_MAX) return QKVI_HTTP2_HEADER_BLOCK;
   const uint64_t most = points_s * QKVI_HTTP2_BURST_S;
   if (points_s == 0 || frames->points <= most) return QKVI_HTTP2_GOOD;
-  const uint64_t now = now_ns(), passed_ms = now > frames->ns ? (now - frames->ns) / 1000000 : 0;
-  const uint64_t drained = passed_ms > 1000 * QKVI_HTTP2_BURST_S ? most : passed_ms * points_s / 1000;
-  if (drained > 0) frames->ns = now;
-  frames->points -= drained < frames->points ? drained : frames->points;
-  if (frames->lent > frames->points) frames->lent = frames->points;
-  return frames->points > most ? QKVI_HTTP2_CONTROL_FRAMES : QKVI_HTTP2_GOOD;
+  return qkvi_http2_frames_points(frames, points_s, now_ns()) > most ? QKVI_HTTP2_CONTROL_FRAMES : QKVI_HTTP2_GOOD;
 }
 
 // Takes bytes of the preface. Returns how many.

@@ -75,6 +75,9 @@ typedef struct qkvi_http2_frames {
 // The owner clears `streams` in the end. `now_ns`: on any clock that the caller goes on to use.
 void qkvi_http2_frames_init(qkvi_http2_frames *frames, uint64_t now_ns);
 
+// The points that have not drained by `now_ns`.
+uint64_t qkvi_http2_frames_points(qkvi_http2_frames *frames, uint64_t points_s, uint64_t now_ns);
+
 // Takes the next bytes of the connection. `points_s` drain in a second; 0: points have no limit. After a verdict
 // other than GOOD no more may be read.
 qkvi_http2_verdict qkvi_http2_frames_read(qkvi_http2_frames *frames, const uint8_t *bytes, size_t count,

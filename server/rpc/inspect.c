@@ -7,6 +7,7 @@
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,7 @@
 
 #include "engine/base/histogram.h"
 #include "engine/base/log.h"
+#include "server/rpc/debts.h"
 
 // Descriptors are looked up in blocks, which are allocated when the first connection of one comes, and kept. There
 // are twice as many descriptors as limit-connections may be.
@@ -31,6 +33,7 @@ enum { BLOCK = 1024, BLOCKS = 2048 };
 #define TURN_BYTES_MAX (2 << 20)
 // gRPC reads again at once after an EAGAIN that follows bytes: only the second one makes it wait.
 #define TURN_REFUSALS 2
+#define PAUSE_NS UINT64_C(5000000)
 #define LOG_PAUSE_NS UINT64_C(60000000000)
 
 typedef struct inspected {
@@ -45,13 +48,17 @@ typedef struct inspected {
   struct epoll_event watched;
   int refusals;              // EAGAINs that are still to come until the next turn
   uint32_t turn, turn_most;  // bytes of this turn, and at most
+  int32_t peer;              // its place (debts.h)
+  uint64_t resumes_ns;       // a pause ends then; 0: there is none
+  bool listed;               // among the paused ones, with their lock; then the next one, or -1
+  int next;
   qkvi_http2_frames frames;
   qkvi_http2_cursor replies;
 } inspected;
 
 static _Atomic(inspected *) blocks[BLOCKS];
 static pthread_mutex_t growing = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic uint64_t points_s, held_max, all_held;
+static _Atomic uint64_t points_s, held_max, all_held, pauses;
 static _Atomic uint64_t closed[QKVI_HTTP2_VERDICTS];
 // The connection that this thread has opened last: gRPC makes the SSL object of one before the next is opened.
 static _Thread_local int opened_last = -1;
@@ -75,6 +82,10 @@ uint64_t qkvi_inspect_held(void) {
   return all_held;
 }
 
+uint64_t qkvi_inspect_pauses(void) {
+  return pauses;
+}
+
 static void add_block(int connection) {
   pthread_mutex_lock(&growing);
   if (blocks[connection / BLOCK] == NULL) {
@@ -93,21 +104,30 @@ static void count_held(inspected *connection, uint64_t now) {
   atomic_fetch_add(&all_held, now - before);
 }
 
+// With its lock.
+static void leave_debt(inspected *connection) {
+  const uint64_t now = qkv_stage_now(), most = points_s * QKVI_HTTP2_BURST_S / 5 * 4;
+  const uint64_t points = qkvi_http2_frames_points(&connection->frames, points_s, now);
+  qkvi_debts_raise(connection->peer, points < most ? points : most, points_s, now);
+}
+
 // Nothing more is counted for the connection.
 static void forget(inspected *connection) {
-  atomic_store(&connection->open, false);
+  const bool was_open = atomic_exchange(&connection->open, false);
   pthread_mutex_lock(&connection->lock);
+  if (was_open) leave_debt(connection);
   qkvi_http2_streams_clear(&connection->frames.streams);
   count_held(connection, 0);
   pthread_mutex_unlock(&connection->lock);
 }
 
-void qkvi_inspect_open(int file, bool tls) {
+void qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer) {
   assert(file >= 0 && file < BLOCK * BLOCKS);
   struct stat socket = {0};
   (void)fstat(file, &socket);
   add_block(file);
   inspected *opened = place_of(file);
+  assert(opened != NULL);
   forget(opened);  // the one that had the descriptor before
   pthread_mutex_lock(&opened->lock);
   opened->tls = tls;
@@ -120,7 +140,11 @@ void qkvi_inspect_open(int file, bool tls) {
   opened->turn = 0;
   opened->turn_most = TURN_BYTES_FIRST;
   opened->replies = (qkvi_http2_cursor){0};
-  qkvi_http2_frames_init(&opened->frames, qkv_stage_now());
+  opened->peer = qkvi_debts_place(peer);
+  opened->resumes_ns = 0;
+  const uint64_t now = qkv_stage_now();
+  qkvi_http2_frames_init(&opened->frames, now);
+  opened->frames.points = qkvi_debts_owed(opened->peer, points_s, now);
   pthread_mutex_unlock(&opened->lock);
   atomic_store_explicit(&opened->open, true, memory_order_release);
   opened_last = file;
@@ -187,12 +211,97 @@ static void begin_turn(inspected *connection) {
   connection->frames.work = 0;
 }
 
+// ---- Pauses ----
+
+// Those that end first come first. Each has the list's next descriptor.
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  int first, last;  // -1: none
+  bool started;
+} paused = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .first = -1, .last = -1};
+
+static bool has_to_pause(inspected *connection) {
+  const uint64_t half = points_s * QKVI_HTTP2_BURST_S / 2;
+  return connection->poller >= 0 && points_s > 0 && connection->frames.points > half &&
+         qkvi_http2_frames_points(&connection->frames, points_s, qkv_stage_now()) > half;
+}
+
+static int take_paused(void) {
+  pthread_mutex_lock(&paused.lock);
+  while (paused.first < 0) pthread_cond_wait(&paused.changed, &paused.lock);
+  const int taken = paused.first;
+  inspected *connection = place_of(taken);
+  paused.first = connection->next;
+  connection->listed = false;
+  pthread_mutex_unlock(&paused.lock);
+  return taken;
+}
+
+// When the pause of the connection ends; 0: it has none any more. Where it is over, gRPC reads again.
+static uint64_t resume(int file) {
+  inspected *connection = place_of(file);
+  pthread_mutex_lock(&connection->lock);
+  const uint64_t until = connection->open ? connection->resumes_ns : 0;
+  if (until != 0 && until <= qkv_stage_now()) (void)wake(connection, file);
+  pthread_mutex_unlock(&connection->lock);
+  return until;
+}
+
+static void *end_pauses(void *unused) {
+  (void)unused;
+  for (;;) {
+    const int file = take_paused();
+    for (uint64_t until, now; (until = resume(file)) > (now = qkv_stage_now());) {
+      const struct timespec rest = {.tv_nsec = (long)(until - now)};
+      (void)nanosleep(&rest, NULL);
+    }
+  }
+  return NULL;
+}
+
+// With the list's lock.
+static void start_pauses(void) {
+  sigset_t all, before;
+  pthread_t thread;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads that wait for them
+  if (pthread_create(&thread, NULL, end_pauses, NULL) != 0) abort();
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  (void)pthread_setname_np(thread, "qkvd-pauses");
+  (void)pthread_detach(thread);
+  paused.started = true;
+}
+
+// With the connection's lock.
+static void pause_now(inspected *connection, int file) {
+  connection->resumes_ns = qkv_stage_now() + PAUSE_NS;
+  atomic_fetch_add_explicit(&pauses, 1, memory_order_relaxed);
+  pthread_mutex_lock(&paused.lock);
+  if (!connection->listed) {
+    connection->listed = true;
+    connection->next = -1;
+    if (paused.first < 0) paused.first = file;
+    if (paused.first != file) place_of(paused.last)->next = file;
+    paused.last = file;
+  }
+  if (!paused.started) start_pauses();
+  pthread_cond_signal(&paused.changed);
+  pthread_mutex_unlock(&paused.lock);
+}
+
 // Whether the connection has to wait until epoll has reported the others that are ready. epoll reports this one
 // again, now or, where gRPC does not wait yet, as soon as it does.
 static bool yields(inspected *connection, int file) {
+  if (connection->resumes_ns != 0 && connection->resumes_ns > qkv_stage_now()) return true;
+  connection->resumes_ns = 0;
   if (connection->refusals == 0) {
     if (connection->turn < connection->turn_most && connection->frames.work <= TURN_WORK) return false;
     begin_turn(connection);
+    if (has_to_pause(connection)) {
+      pause_now(connection, file);
+      return true;
+    }
     connection->refusals = connection->poller >= 0 ? TURN_REFUSALS : 0;
   }
   if (connection->refusals == 0) return false;

@@ -15,6 +15,10 @@
 // asks epoll to report it anew. The others that are ready come first then. The bytes of a turn double while they cost
 // little, and halve when they cost much: large messages are read in large pieces.
 //
+// Pauses: a connection that has more than half of the points that close it waits 5 ms after each turn, and one that
+// is closed leaves its points to its peer's next (debts.h): at most 4/5 of those that close one, so that a client of
+// the same address gets through.
+//
 // Messages: gRPC keeps what has come of a message until it is whole, and where its memory is full it ends streams of
 // any connection. So these bytes are counted (http2_streams.h), and the connection that holds the most is closed
 // before.
@@ -26,6 +30,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/socket.h>
 
 #include "server/rpc/http2_frames.h"
 
@@ -35,8 +40,8 @@
 void qkvi_inspect_setup(uint64_t control_frames_s, uint64_t request_bytes_max);
 
 // What comes from the connection `file` is inspected from now on, until it ends. With `tls` once it is decrypted. To
-// be called before gRPC has it.
-void qkvi_inspect_open(int file, bool tls);
+// be called before gRPC has it. `peer`: its address.
+void qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer);
 
 // Whether the connection has sent something, and gRPC has read nothing from it yet.
 bool qkvi_inspect_waits(int file);
@@ -45,5 +50,7 @@ bool qkvi_inspect_waits(int file);
 uint64_t qkvi_inspect_closed(qkvi_http2_verdict reason);
 // Bytes of messages that are not whole, on all connections.
 uint64_t qkvi_inspect_held(void);
+// How often a connection has been paused.
+uint64_t qkvi_inspect_pauses(void);
 
 #endif

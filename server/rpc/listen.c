@@ -340,7 +340,7 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
     if (admission != QKVI_RPC_ADMITTED) return refuse_connection(listener, connection, admission);
     set_options(listener, connection);
     batch->connections[batch->count++] = connection;
-    qkvi_inspect_open(connection, listener->tls != NULL);
+    qkvi_inspect_open(connection, listener->tls != NULL, (const struct sockaddr *)&peer);
     if (listener->tls != NULL) {
       qkvi_tls_give(listener->tls, connection);
     } else {

@@ -24,6 +24,7 @@ from victim import MIB, Attacker, Victim  # noqa: E402
 
 HEADERS_CLOSED, FRAMES_CLOSED, MESSAGES_CLOSED = (f"qkvd_connections_closed_{what}_total"
                                                   for what in ("headers", "frames", "messages"))
+PAUSES = "qkvd_connection_pauses_total"
 CUT_OFF = {
     "oversized headers": HEADERS_CLOSED,
     "continuations": HEADERS_CLOSED,
@@ -31,7 +32,7 @@ CUT_OFF = {
     "windows": FRAMES_CLOSED,
     "rapid reset": FRAMES_CLOSED,
     "settings": FRAMES_CLOSED,
-    "pings": FRAMES_CLOSED,
+    "pings": PAUSES,  # which drain as fast as a paused connection is read
     "half messages": MESSAGES_CLOSED,
 }
 MESSAGES = {
@@ -62,7 +63,7 @@ def test_others_are_served(name):
         assert len(seen.failures) <= FAILURES_MAX.get(name, 0), seen.failures
         assert max(seen.checks) < LONGEST_S and max(seen.decodes) < LONGEST_S
         assert SANITIZED or seen.rss < before + 1100 * MIB  # limit-response-bytes, which unread answers use up
-        if metric:
+        if metric in MESSAGES:
             assert [line["message"] for line in daemon.log_lines() if "closed" in line["message"]] == [MESSAGES[metric]]
 
 
@@ -116,6 +117,37 @@ def test_limit_of_frames():
             assert raw.closed == closed
             assert (daemon.metric(FRAMES_CLOSED) == 1) == closed
             raw.close()
+
+
+def test_limit_of_frames_follows_the_peer():
+    """Who is cut off and connects again has a fifth of the limit left, which is enough for ordinary calls; others have all of it."""
+    with Daemon("--limit-control-frames", "100") as daemon:
+        def closed_after(count, source):
+            raw = Raw(daemon.tcp, source=source)
+            raw.greet()
+            raw.send(resets(count) + frame(PING, 0, 0, b"whatever"))
+            wait_for(lambda: raw.closed or b"whatever" in raw.received, "neither closed nor answered")
+            raw.close()
+            return raw.closed and b"whatever" not in raw.received
+
+        assert not closed_after(120, "127.0.0.2")
+        assert closed_after(200, "127.0.0.3")
+        for _ in range(3):
+            assert closed_after(120, "127.0.0.3")
+        assert not closed_after(10, "127.0.0.3")
+        assert not closed_after(120, "127.0.0.4")
+        assert daemon.metric(FRAMES_CLOSED) == 4
+
+
+def test_pauses():
+    """A connection near the limit is read slowly: what it may do in a second is a small part of a processor's."""
+    with Daemon() as daemon:
+        raw = Raw(daemon.tcp)
+        raw.greet()
+        raw.send(resets(1300) + frame(PING, 0, 0, b"whatever"))
+        wait_for(lambda: b"whatever" in raw.received, "not answered")
+        assert daemon.metric(PAUSES) > 10
+        raw.close()
 
 
 @pytest.fixture(scope="module")
