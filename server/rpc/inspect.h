@@ -20,8 +20,10 @@
 // the same address gets through.
 //
 // Messages: gRPC keeps what has come of a message until it is whole, and where its memory is full it ends streams of
-// any connection. So these bytes are counted (http2_streams.h), and the connection that holds the most is closed
-// before.
+// any connection, and connections that have none. So these bytes are counted (http2_streams.h). Where they are more
+// than 3/4 of what they may be, connections that hold more than 1/8 of that are paused after each 32 KiB: closing one
+// that holds hundreds of MiB stops all others for some 40 ms. The connection that holds the most is closed in the
+// end.
 //
 // Threads: any. Reads of one connection are serialized by gRPC, and so are writes. Cost: some 100 ns a read or write,
 // and 10 ns a frame.

@@ -303,8 +303,9 @@ static int64_t streams_max(const qkv_rpc_config *config) {
 
 static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *config) {
   server->quota = grpc_resource_quota_create("qkvd");
-  // As much again for messages that are whole: gRPC, which ends any stream when this is full, is not to be the first.
-  grpc_resource_quota_resize(server->quota, 2 * (size_t)request_bytes_max(config));
+  // As much again for messages that are whole, and for those of connections that are being closed: gRPC, which ends
+  // any stream or idle connection when this is full, is not to be the first.
+  grpc_resource_quota_resize(server->quota, 3 * (size_t)request_bytes_max(config));
   grpc_arg args[] = {
       integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
       integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),

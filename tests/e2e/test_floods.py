@@ -33,7 +33,7 @@ CUT_OFF = {
     "rapid reset": FRAMES_CLOSED,
     "settings": FRAMES_CLOSED,
     "pings": PAUSES,  # which drain as fast as a paused connection is read
-    "half messages": MESSAGES_CLOSED,
+    "half messages": PAUSES,
 }
 MESSAGES = {
     HEADERS_CLOSED: "a connection is closed: its header block is too long",
@@ -74,10 +74,34 @@ def test_half_messages_end_no_others():
         rows, position = cache.rows(256), 0
         with Attacker(daemon, "half messages"):
             until = time.monotonic() + PATIENCE
-            while position < 100 * 256 or daemon.metric(MESSAGES_CLOSED) < 2:
+            while position < 100 * 256 or daemon.metric(PAUSES) < 100:
                 cache.append(position, *rows)  # raises where it fails
                 position += 256
-                assert time.monotonic() < until, "the attack is not cut off"
+                assert time.monotonic() < until, "the attack is not slowed down"
+
+
+def test_half_messages_are_read_slowly():
+    """A connection that holds most of what messages that are not whole may have is slowed down, and not closed at once.
+    Another client's message that needs more than is left is read, and then it is closed."""
+    with Daemon() as daemon:
+        cache = Cache(Tenant(daemon.stub(daemon.tcp), "victim"), "s", layers=1, kv_heads=8, q_heads=8, key_dim=128, value_dim=128)
+        before = daemon.rss_bytes()
+        raw = Raw(daemon.tcp)
+        raw.greet((INITIAL_WINDOW_SIZE, 1 << 20))
+        for stream in range(1, 9, 2):
+            raw.send(frame(HEADERS, END_HEADERS, stream, request(APPEND)))
+        for stream in range(1, 7, 2):
+            assert raw.upload(stream, 60 << 20, 59 << 20, 30) == 59 << 20
+        pauses = daemon.metric(PAUSES)
+        begun = time.monotonic()
+        assert raw.upload(7, 60 << 20, 28 << 20, 30) == 28 << 20
+        assert time.monotonic() - begun > 0.5 and daemon.metric(PAUSES) > pauses + 100  # 13 MiB, 32 KiB in 5 ms
+        assert daemon.metric(MESSAGES_CLOSED) == 0
+        assert SANITIZED or daemon.rss_bytes() < before + 256 * MIB
+        cache.append(0, *cache.rows(7168))  # 56 MiB
+        assert daemon.metric(MESSAGES_CLOSED) == 1
+        assert SANITIZED or daemon.rss_bytes() < before + 512 * MIB
+        raw.close()
 
 
 def test_messages_of_calls_that_have_ended():
