@@ -14,8 +14,8 @@
 enum { CANDIDATE, DATA_FREE, SIDES };
 
 #define OUTLIER_BITS 8.4  // a coordinate, with what says which row it is
-// Offsets have to take this much off the error: they were found on the rows that they are measured on. SmolLM2's take off
-// 20 to 30 %, tinylm's 7; those of traffic with outliers sometimes a 10000th, and cost other rows a bit.
+// Offsets have to take this much off the error: they were found on the rows that they are measured on. SmolLM2's take
+// off 20 to 30 %, tinylm's 7; those of traffic with outliers sometimes a 10000th, and cost other rows a bit.
 #define OFFSETS_GAIN 0.03
 
 // Squared errors of one head's codes of one kind: by qkv_part, and both together.
