@@ -262,6 +262,12 @@ ATTACKS = {
     "appends and attends": appends_and_attends,
 }
 
+
+def memory_bound(name):
+    """MiB by which the daemon may grow, as docs/security.md says."""
+    return 768 if name == "unread answers" else 512
+
+
 if __name__ == "__main__":
     os.nice(19)
     print("begins", flush=True)
