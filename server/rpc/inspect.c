@@ -34,6 +34,7 @@ enum { BLOCK = 1024, BLOCKS = 2048 };
 // gRPC reads again at once after an EAGAIN that follows bytes: only the second one makes it wait.
 #define TURN_REFUSALS 2
 #define PAUSE_NS UINT64_C(5000000)
+#define CONNECTION_POINTS 10
 // Of a turn between pauses for messages that are not whole: 6.4 MB/s.
 #define PAUSED_BYTES (32 * 1024)
 #define LOG_PAUSE_NS UINT64_C(60000000000)
@@ -106,11 +107,21 @@ static void count_held(inspected *connection, uint64_t now) {
   atomic_fetch_add(&all_held, now - before);
 }
 
+static bool has_many_points(inspected *connection) {
+  const uint64_t half = points_s * QKVI_HTTP2_BURST_S / 2;
+  return points_s > 0 && connection->frames.points > half &&
+         qkvi_http2_frames_points(&connection->frames, points_s, qkv_stage_now()) > half;
+}
+
+static void raise_debt(int32_t peer, uint64_t points, uint64_t now) {
+  const uint64_t most = points_s * QKVI_HTTP2_BURST_S / 5 * 4;
+  qkvi_debts_raise(peer, points < most ? points : most, points_s, now);
+}
+
 // With its lock.
 static void leave_debt(inspected *connection) {
-  const uint64_t now = qkv_stage_now(), most = points_s * QKVI_HTTP2_BURST_S / 5 * 4;
-  const uint64_t points = qkvi_http2_frames_points(&connection->frames, points_s, now);
-  qkvi_debts_raise(connection->peer, points < most ? points : most, points_s, now);
+  const uint64_t now = qkv_stage_now();
+  raise_debt(connection->peer, qkvi_http2_frames_points(&connection->frames, points_s, now), now);
 }
 
 // Nothing more is counted for the connection.
@@ -123,7 +134,7 @@ static void forget(inspected *connection) {
   pthread_mutex_unlock(&connection->lock);
 }
 
-void qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer) {
+bool qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer) {
   assert(file >= 0 && file < BLOCK * BLOCKS);
   struct stat socket = {0};
   (void)fstat(file, &socket);
@@ -147,9 +158,12 @@ void qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer) {
   const uint64_t now = qkv_stage_now();
   qkvi_http2_frames_init(&opened->frames, now);
   opened->frames.points = qkvi_debts_owed(opened->peer, points_s, now);
+  raise_debt(opened->peer, opened->frames.points + CONNECTION_POINTS, now);
+  const bool slow = has_many_points(opened);
   pthread_mutex_unlock(&opened->lock);
   atomic_store_explicit(&opened->open, true, memory_order_release);
   opened_last = file;
+  return slow;
 }
 
 bool qkvi_inspect_waits(int file) {
@@ -222,12 +236,6 @@ static struct {
   int first, last;  // -1: none
   bool started;
 } paused = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .first = -1, .last = -1};
-
-static bool has_many_points(inspected *connection) {
-  const uint64_t half = points_s * QKVI_HTTP2_BURST_S / 2;
-  return points_s > 0 && connection->frames.points > half &&
-         qkvi_http2_frames_points(&connection->frames, points_s, qkv_stage_now()) > half;
-}
 
 static bool holds_much(const inspected *connection) {
   return connection->held > held_max / 8 && all_held > held_max / 4 * 3;

@@ -17,7 +17,7 @@
 //
 // Pauses: a connection that has more than half of the points that close it waits 5 ms after each turn, and one that
 // is closed leaves its points to its peer's next (debts.h): at most 4/5 of those that close one, so that a client of
-// the same address gets through.
+// the same address gets through. A new connection costs its peer 10 points, too.
 //
 // Messages: gRPC keeps what has come of a message until it is whole, and where its memory is full it ends streams of
 // any connection, and connections that have none. So these bytes are counted (http2_streams.h). Where they are more
@@ -42,8 +42,9 @@
 void qkvi_inspect_setup(uint64_t control_frames_s, uint64_t request_bytes_max);
 
 // What comes from the connection `file` is inspected from now on, until it ends. With `tls` once it is decrypted. To
-// be called before gRPC has it. `peer`: its address.
-void qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer);
+// be called before gRPC has it. `peer`: its address. Returns whether the peer has come so often, or with so many
+// points, that the connection will be paused.
+bool qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer);
 
 // Whether the connection has sent something, and gRPC has read nothing from it yet.
 bool qkvi_inspect_waits(int file);

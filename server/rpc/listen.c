@@ -42,8 +42,10 @@
 // Of each listener. A new connection costs about 100 µs of gRPC's time: calls on older ones go on meanwhile, while
 // the others wait in the socket's queue. The next batch waits until gRPC has begun to read those of this one, which
 // takes longer where the daemon gets little processor time: else they would wait before calls on older ones.
-#define ACCEPT_BATCH 32
-#define ACCEPT_BATCH_MS 10
+#define ACCEPT_BATCH 16
+// One of a peer that comes again and again (inspect.h) counts as so many.
+#define ACCEPT_WEIGHT 4
+#define ACCEPT_BATCH_MS 5
 #define ACCEPT_READ_MS 1000
 #define ACCEPT_LOOK_MS 2
 // A TCP connection whose peer has vanished silently is noticed after the first and so many of the second. These are
@@ -326,6 +328,7 @@ static void refuse_connection(const qkvi_rpc_listener *listener, int connection,
 typedef struct accepted_batch {
   int connections[ACCEPT_BATCH];
   size_t count;
+  size_t weight;  // of them
   int64_t begun_ms;
 } accepted_batch;
 
@@ -340,7 +343,8 @@ static void accept_one(const qkvi_rpc_listener *listener, int socket, grpc_serve
     if (admission != QKVI_RPC_ADMITTED) return refuse_connection(listener, connection, admission);
     set_options(listener, connection);
     batch->connections[batch->count++] = connection;
-    qkvi_inspect_open(connection, listener->tls != NULL, (const struct sockaddr *)&peer);
+    const bool slow = qkvi_inspect_open(connection, listener->tls != NULL, (const struct sockaddr *)&peer);
+    batch->weight += slow ? ACCEPT_WEIGHT : 1;
     if (listener->tls != NULL) {
       qkvi_tls_give(listener->tls, connection);
     } else {
@@ -363,13 +367,13 @@ static bool waits(const accepted_batch *batch) {
 // After a connection has come, or none. Waits after the last one of a batch, unless the listener is woken.
 static void pace(accepted_batch *batch, struct pollfd *wake) {
   if (batch->count <= 1) batch->begun_ms = qkv_now_ms();
-  if (batch->count < ACCEPT_BATCH) return;
+  if (batch->weight < ACCEPT_BATCH) return;
   for (;;) {
     const int64_t passed = qkv_now_ms() - batch->begun_ms;
     if (passed >= ACCEPT_BATCH_MS && (passed >= ACCEPT_READ_MS || !waits(batch))) break;
     if (poll(wake, 1, passed < ACCEPT_BATCH_MS ? (int)(ACCEPT_BATCH_MS - passed) : ACCEPT_LOOK_MS) > 0) break;
   }
-  batch->count = 0;
+  batch->count = batch->weight = 0;
 }
 
 // Until the listener is woken.

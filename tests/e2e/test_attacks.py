@@ -1,5 +1,6 @@
 """Clients that do harm: others are served while they do, health checks answer, and memory stays bounded."""
 
+import itertools
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from qkv.v1 import model_pb2
 from reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 STREAMS = 2000
+SOURCES = itertools.count(1)
 MIB = 1 << 20
 
 
@@ -24,7 +26,9 @@ class Attack:
     """Connections that are closed at the end."""
 
     def __init__(self, daemon, count):
-        self.connections = [Raw(daemon.tcp) for _ in range(count)]
+        # A peer's connections begin with the points that its earlier ones have left: each attack is another peer's.
+        source = f"127.0.1.{next(SOURCES)}"
+        self.connections = [Raw(daemon.tcp, source=source) for _ in range(count)]
 
     def __enter__(self):
         return self.connections
