@@ -98,13 +98,13 @@ qkvi_index *qkvi_index_create(void) {
 void qkvi_index_destroy(qkvi_index **index) {
   qkvi_index *old = *index;
   if (old == NULL) return;
-  const index_session *session;
+  index_session *session;
   for (uint32_t place = 0; (session = qkvi_numbered_next(&old->sessions, &place)) != NULL;) {
-    for (index_run *run = session->runs, *after; run != NULL; run = after) {
+    for (index_run *run = qkvi_index_runs(session), *after; run != NULL; run = after) {
       after = run->next;
       free(run);
     }
-    free(qkvi_index_packed(session));
+    qkvi_index_free_address(session);
   }
   qkvi_numbered_deinit(&old->sessions);
   for (uint32_t i = 0; i * CHUNK_GROUPS < old->groups; i++) free(old->chunks[i]);
@@ -183,6 +183,7 @@ static index_run *run_for(qkvi_index *index, const qkvi_entry *entry) {
   const uint32_t record_high = (uint32_t)(entry->record >> 32), position_high = (uint32_t)(entry->position >> 32);
   index_session *session = qkvi_index_session(index, entry->session);
   if (session == NULL) session = qkvi_numbered_add(&index->sessions, entry->session);
+  if (!qkvi_index_has_runs(session)) qkvi_index_set_apart(session);
   index_run **link = &session->runs;
   while (*link != NULL && ((*link)->record_high != record_high || (*link)->position_high != position_high))
     link = &(*link)->next;
@@ -210,8 +211,12 @@ static void free_run(qkvi_index *index, index_run *run) {
   *link = run->next;
   free(run);
   index->runs--;
-  if (session->runs == NULL && session->packed == NULL && !session->unloaded && !index->packing)
+  if (session->runs != NULL || index->packing) return;
+  if (session->apart) {
+    qkvi_index_join(session);
+  } else if (qkvi_index_packed(session) == NULL) {
     qkvi_numbered_remove(&index->sessions, session);
+  }
 }
 
 static uint32_t take_group(qkvi_index *index) {
@@ -310,7 +315,7 @@ void qkvi_index_clip(qkvi_index *index, uint64_t record, uint32_t tokens) {
 
 uint64_t qkvi_index_count(const qkvi_index *index, const index_session *session) {
   uint64_t count = 0;
-  for (const index_run *run = session->runs; run != NULL; run = run->next) {
+  for (const index_run *run = qkvi_index_runs(session); run != NULL; run = run->next) {
     for (uint32_t group = run->first; group != NONE; group = qkvi_index_group(index, group)->next)
       count += group == run->first ? run->count : GROUP;
   }
@@ -349,7 +354,7 @@ void qkvi_index_shrink(qkvi_index *index) {
   index->records = 0;
   const index_session *session;
   for (uint32_t place = 0; (session = qkvi_numbered_next(&index->sessions, &place)) != NULL;) {
-    for (index_run *run = session->runs; run != NULL; run = run->next) move_run(index, old, run);
+    for (index_run *run = qkvi_index_runs(session); run != NULL; run = run->next) move_run(index, old, run);
   }
   assert(index->records == records);
   for (uint32_t i = 0; i < chunks; i++) free(old[i]);
@@ -366,7 +371,7 @@ static void walk_run(qkvi_index_walk *walk, const index_run *run) {
 
 void qkvi_index_walk_init(const qkvi_index *index, uint64_t session, qkvi_index_walk *walk) {
   const index_session *found = qkvi_index_session(index, session);
-  walk_run(walk, found == NULL ? NULL : found->runs);
+  walk_run(walk, found == NULL ? NULL : qkvi_index_runs(found));
 }
 
 // From the last record of each run to the first, as the replacement of a removed one comes from the end. A group, and

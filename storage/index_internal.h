@@ -8,7 +8,7 @@
 #include "storage/index.h"
 #include "storage/numbered.h"
 
-enum { QKVI_INDEX_GROUP = 16, QKVI_INDEX_CHUNK = 256 };
+enum { QKVI_INDEX_GROUP = 16, QKVI_INDEX_CHUNK = 256, QKVI_INDEX_MASK = 40 };
 #define QKVI_INDEX_NONE UINT32_MAX
 
 // The layout is drawn in index.h.
@@ -39,20 +39,34 @@ typedef struct packed_session {
 } packed_session;
 
 // What is packed of it is in memory, on the disk, or nowhere.
+//
+//   in memory or nowhere           runs | packed_session, or none  | 0
+//   on the disk, in a record       where that record lies          | unloaded
+//   so, and records were put since runs | qkvi_entry of that record | unloaded, apart
 typedef struct index_session {
   uint64_t session;
-  index_run *runs;  // the one that was added to last first
+  uint64_t segments : QKVI_INDEX_MASK;  // of what is packed: bit (slot % QKVI_INDEX_MASK) of each that has a record,
+                                        // that which it is unloaded to included
+  uint64_t record_high : 24;            // of that record, as the fields of packed_record, and those below
   union {
-    packed_session *packed;  // unloaded is 0; NULL: none
-    uint64_t record;         // unloaded is 1: that has it, which lies where the last fields say
+    index_run *runs;  // the one that was added to last first
+    struct {
+      uint64_t record_low : 40, at : 24;
+    };
   };
-  uint64_t segments;  // of what is packed: bit (slot % 64) of each that has a record, that with `record` included
-  uint64_t at : 24, segment : 24, count : 16;
-  uint64_t blocks : 20, raw : 30;
-  uint64_t unloaded : 1, stays_packed : 1;
+  union {
+    struct {
+      uint64_t address : 61;  // malloc's, / INDEX_ALIGN
+      uint64_t unloaded : 1, apart : 1, stays_packed : 1;
+    };
+    struct {
+      uint64_t segment : 24, raw : 24, blocks : 13, flags : 3;
+    };
+  };
 } index_session;
 
-_Static_assert(sizeof(index_session) == 48, "no padding");
+_Static_assert(sizeof(index_session) == 32, "no padding");
+#define INDEX_ALIGN UINT64_C(16)
 
 struct qkvi_index {
   record_group **chunks;  // QKVI_INDEX_CHUNK each
@@ -78,13 +92,26 @@ static inline record_group *qkvi_index_group(const qkvi_index *index, uint32_t g
   return &index->chunks[group / QKVI_INDEX_CHUNK][group % QKVI_INDEX_CHUNK];
 }
 
+static inline bool qkvi_index_has_runs(const index_session *session) {
+  return !session->unloaded || session->apart;
+}
+
+static inline index_run *qkvi_index_runs(const index_session *session) {
+  return qkvi_index_has_runs(session) ? session->runs : NULL;
+}
+
 // What is packed of it in memory; NULL: nothing.
 static inline packed_session *qkvi_index_packed(const index_session *session) {
-  return session->unloaded ? NULL : session->packed;
+  return session->unloaded ? NULL : (packed_session *)(uintptr_t)(session->address * INDEX_ALIGN);
 }
 
 // NULL: it has no records.
 index_session *qkvi_index_session(const qkvi_index *index, uint64_t session);
+// Frees what its address is of, for a session that has runs or is to end.
+void qkvi_index_free_address(index_session *session);
+// An unloaded session gets runs, as records of it are put; and loses the last one.
+void qkvi_index_set_apart(index_session *session);
+void qkvi_index_join(index_session *session);
 // Records that are not packed.
 uint64_t qkvi_index_count(const qkvi_index *index, const index_session *session);
 // All records into new groups and a new table, once most of the groups are free.

@@ -15,8 +15,6 @@ _Static_assert(sizeof(payload_header) == 16, "no padding");
 #define PAYLOAD_MAGIC UINT64_C(0x5845444e49564b51)  // "QKVINDEX"
 enum { PAYLOAD_VERSION = 1 };
 
-_Static_assert(QKVI_PACKED_MAX < 1 << 16, "as wide as index_session.count");
-
 // ---- Packing ----
 
 enum {
@@ -30,6 +28,8 @@ enum {
   KIND = 1 << 7,
   PACKED_MAX = 1 + 9 * 10  // bytes of a record: flags, and nine varints
 };
+
+_Static_assert(sizeof(payload_header) + QKVI_PACKED_MAX * PACKED_MAX <= 1 << 24, "as wide as index_session.raw");
 
 static uint8_t *put_varint(uint8_t *at, uint64_t value) {
   for (; value >= 0x80; value >>= 7) *at++ = (uint8_t)(value | 0x80);
@@ -127,8 +127,10 @@ static qkvi_entry *list_entries(const qkvi_index *index, const index_session *se
   return entries;
 }
 
+#define MASK (UINT64_MAX >> (64 - QKVI_INDEX_MASK))
+
 static uint64_t segment_bit(uint32_t segment) {
-  return UINT64_C(1) << segment % 64;
+  return UINT64_C(1) << segment % QKVI_INDEX_MASK;
 }
 
 static packed_session *pack_entries(const qkvi_entry *entries, uint32_t count, uint64_t *segments) {
@@ -161,11 +163,21 @@ static void add_packed(qkvi_index *index, const index_session *session, const ui
   assert(at == data + bytes);
 }
 
+static void set_address(index_session *session, const void *block) {
+  assert((uintptr_t)block % INDEX_ALIGN == 0);
+  session->address = (uintptr_t)block / INDEX_ALIGN & (UINT64_MAX >> 3);
+}
+
+void qkvi_index_free_address(index_session *session) {
+  if (qkvi_index_has_runs(session)) free((void *)(uintptr_t)(session->address * INDEX_ALIGN));
+  set_address(session, NULL);
+}
+
 // Adds the packed ones to the table.
 static void unpack_session(qkvi_index *index, index_session *session) {
   packed_session *packed = qkvi_index_packed(session);
   if (packed == NULL) return;
-  session->packed = NULL;
+  set_address(session, NULL);
   index->packed_records -= packed->count;
   index->packed_bytes -= sizeof *packed + packed->bytes;
   add_packed(index, session, packed->data, packed->bytes, packed->count);
@@ -173,7 +185,7 @@ static void unpack_session(qkvi_index *index, index_session *session) {
 }
 
 static void note_fresh(qkvi_index *index, const index_session *session) {
-  if (session->packed->bytes < QKVI_PACKED_KEPT) return;
+  if (qkvi_index_packed(session)->bytes < QKVI_PACKED_KEPT) return;
   if (index->fresh_count == index->fresh_capacity) {
     index->fresh_capacity = index->fresh_capacity == 0 ? 16 : 2 * index->fresh_capacity;
     index->fresh = qkvi_index_checked(realloc(index->fresh, index->fresh_capacity * sizeof *index->fresh));
@@ -183,7 +195,7 @@ static void note_fresh(qkvi_index *index, const index_session *session) {
 
 // Of one that is unloaded, what came since stays as it is.
 static void pack_session(qkvi_index *index, index_session *session) {
-  if (session->runs == NULL || session->unloaded) return;
+  if (session->unloaded || session->runs == NULL) return;
   unpack_session(index, session);  // what came since goes with the others
   if (qkvi_index_count(index, session) > QKVI_PACKED_MAX) return;
   uint32_t count;
@@ -194,8 +206,8 @@ static void pack_session(qkvi_index *index, index_session *session) {
   for (uint32_t i = 0; i < count; i++) qkvi_index_remove(index, entries[i].record);
   index->packing = false;
   free(entries);
-  session->packed = packed;
-  session->segments = segments;
+  set_address(session, packed);
+  session->segments = segments & MASK;
   index->packed_records += count;
   index->packed_bytes += sizeof *packed + packed->bytes;
   note_fresh(index, session);
@@ -251,6 +263,53 @@ void qkvi_index_pack_again(qkvi_index *index) {
 
 // ---- Leaving memory ----
 
+static qkvi_entry *apart_of(const index_session *session) {
+  return (qkvi_entry *)(uintptr_t)(session->address * INDEX_ALIGN);
+}
+
+static qkvi_entry unloaded_to(const index_session *session) {
+  if (session->apart) return *apart_of(session);
+  return (qkvi_entry){.record = (uint64_t)session->record_high << 40 | session->record_low,
+                      .session = session->session,
+                      .offset = (uint64_t)session->at * QKV_STORAGE_BLOCK,
+                      .extent = (uint64_t)session->blocks * QKV_STORAGE_BLOCK,
+                      .raw_bytes = (uint32_t)session->raw + 1,
+                      .segment = (uint32_t)session->segment,
+                      .tokens = 1,
+                      .kind = QKVI_RECORD_INDEX};
+}
+
+static void put_apart(index_session *session, const qkvi_entry *entry) {
+  qkvi_entry *apart = qkvi_index_checked(malloc(sizeof *apart));
+  *apart = *entry;
+  session->apart = 1;
+  set_address(session, apart);
+}
+
+static void put_inside(index_session *session, const qkvi_entry *entry) {
+  const uint64_t blocks = entry->extent / QKV_STORAGE_BLOCK;
+  assert(blocks < 1u << 13 && entry->raw_bytes - 1 < 1u << 24);
+  session->apart = 0;
+  session->record_high = entry->record >> 40 & 0xffffff;
+  session->record_low = entry->record & (UINT64_MAX >> 24);
+  session->at = entry->offset / QKV_STORAGE_BLOCK & 0xffffff;
+  session->segment = entry->segment & 0xffffff;
+  session->raw = (entry->raw_bytes - 1) & 0xffffff;
+  session->blocks = blocks & 0x1fff;
+}
+
+void qkvi_index_set_apart(index_session *session) {
+  const qkvi_entry entry = unloaded_to(session);
+  put_apart(session, &entry);
+  session->runs = NULL;
+}
+
+void qkvi_index_join(index_session *session) {
+  qkvi_entry *apart = apart_of(session);
+  put_inside(session, apart);
+  free(apart);
+}
+
 bool qkvi_index_take_fresh(qkvi_index *index, uint64_t *session) {
   if (index->fresh_count == 0) return false;
   *session = index->fresh[--index->fresh_count];
@@ -277,7 +336,7 @@ uint8_t *qkvi_index_payload(const qkvi_index *index, uint64_t session, uint64_t 
 }
 
 void qkvi_index_writing(qkvi_index *index, uint64_t session, uint64_t record) {
-  qkvi_index_session(index, session)->packed->writing = record;
+  qkvi_index_packed(qkvi_index_session(index, session))->writing = record;
 }
 
 bool qkvi_index_unload(qkvi_index *index, const qkvi_entry *entry) {
@@ -291,13 +350,12 @@ bool qkvi_index_unload(qkvi_index *index, const qkvi_entry *entry) {
   }
   index->packed_bytes -= sizeof *packed + packed->bytes;
   session->unloaded = 1;
-  session->record = entry->record;
-  session->segments |= segment_bit(entry->segment);
-  session->count = packed->count & 0xffff;
-  session->segment = entry->segment & 0xffffff;
-  session->at = entry->offset / QKV_STORAGE_BLOCK & 0xffffff;
-  session->blocks = entry->extent / QKV_STORAGE_BLOCK & 0xfffff;
-  session->raw = (entry->raw_bytes - 1) & 0x3fffffff;
+  session->segments |= segment_bit(entry->segment) & MASK;
+  if (session->runs == NULL) {
+    put_inside(session, entry);
+  } else {
+    put_apart(session, entry);
+  }
   free(packed);
   return true;
 }
@@ -305,24 +363,17 @@ bool qkvi_index_unload(qkvi_index *index, const qkvi_entry *entry) {
 bool qkvi_index_unloaded(const qkvi_index *index, uint64_t session, qkvi_entry *entry) {
   const index_session *found = qkvi_index_session(index, session);
   if (found == NULL || !found->unloaded) return false;
-  *entry = (qkvi_entry){.record = found->record,
-                        .session = session,
-                        .offset = (uint64_t)found->at * QKV_STORAGE_BLOCK,
-                        .extent = (uint64_t)found->blocks * QKV_STORAGE_BLOCK,
-                        .raw_bytes = (uint32_t)found->raw + 1,
-                        .segment = (uint32_t)found->segment,
-                        .tokens = 1,
-                        .kind = QKVI_RECORD_INDEX};
+  *entry = unloaded_to(found);
   return true;
 }
 
 // Whether the packed records are possible, and not in the index yet.
-static bool are_right(const qkvi_index *index, const index_session *unloaded, const uint8_t *data, uint64_t bytes,
-                      bool (*lies)(void *context, const qkvi_entry *entry), void *context) {
+static bool are_right(const qkvi_index *index, const index_session *unloaded, uint32_t count, const uint8_t *data,
+                      uint64_t bytes, bool (*lies)(void *context, const qkvi_entry *entry), void *context) {
   const uint8_t *at = data;
   qkvi_entry entry = {0};
   uint64_t before = 0;
-  for (uint32_t i = 0; i < unloaded->count; i++) {
+  for (uint32_t i = 0; i < count; i++) {
     at = unpack_entry(at, data + bytes, &entry);
     if (at == NULL || entry.record <= before || entry.tokens == 0 || entry.raw_bytes == 0 || entry.extent == 0 ||
         (unloaded->segments & segment_bit(entry.segment)) == 0 || !lies(context, &entry) ||
@@ -339,11 +390,12 @@ bool qkvi_index_load(qkvi_index *index, uint64_t session, const uint8_t *payload
   index_session *found = qkvi_index_session(index, session);
   payload_header header = {0};
   if (bytes >= sizeof header) memcpy(&header, payload, sizeof header);
-  if (header.magic != PAYLOAD_MAGIC || header.version != PAYLOAD_VERSION || header.count != found->count ||
-      !are_right(index, found, payload + sizeof header, bytes - sizeof header, lies, context))
+  if (header.magic != PAYLOAD_MAGIC || header.version != PAYLOAD_VERSION || header.count > QKVI_PACKED_MAX ||
+      !are_right(index, found, header.count, payload + sizeof header, bytes - sizeof header, lies, context))
     return false;
-  found->unloaded = 0;
-  found->packed = NULL;
+  if (!found->apart) qkvi_index_set_apart(found);
+  qkvi_index_free_address(found);
+  found->unloaded = found->apart = 0;
   index->packed_records -= header.count;
   add_packed(index, found, payload + sizeof header, bytes - sizeof header, header.count);
   return true;

@@ -1,6 +1,6 @@
 // Rewrites the journal while the storage runs. The file is read twice, piece by piece: first to find the live
 // sessions, then for the entries that are kept, which are copied to "journal.new" with a new place and number. That
-// takes journal.piece_bytes of memory and about 46 bytes a session and 130 a cut, however large the file is.
+// takes journal.piece_bytes of memory and about 52 bytes a session and 130 a cut, however large the file is.
 //
 //   read piece ─► note sessions ─► ... ─► read piece ─► keep some ─► write ─► ... ─► headers ─► fdatasync ─► rename
 //

@@ -1,47 +1,15 @@
-#include "storage/sessions.h"
+#include "storage/sessions_internal.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "storage/cuts.h"
 #include "storage/internal.h"
 #include "storage/numbered.h"
 
-// What a session has only with a parent, heirs or cuts.
-typedef struct lineage {
-  uint32_t depth;           // length of the chain of forks
-  uint32_t layers;          // of a fork
-  uint32_t used_heirs;      // those that are not quiet
-  uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
-  uint64_t *parent_limits;  // those of the parent when this was forked; NULL: it has none
-  uint64_t *reach;          // how far its view and those of its heirs go into the parent's own records
-  qkvi_session *parent;
-  qkvi_session *heirs;          // the newest first
-  qkvi_session *newer, *older;  // among the parent's heirs
-  qkvi_cut *cuts;               // the newest first
-  qkvi_cut **ordered;           // the same, the oldest first, once it is decided which are needed, in a scan
-  size_t ordered_count;
-} lineage;
-
-struct qkvi_session {
-  uint64_t session;
-  uint64_t opened, noted;  // sequences of the entry that opened it and of the last SESSION_NOTE
-  lineage *lines;          // NULL: all of it is 0
-  uint64_t time : 54;      // when it was opened, by the table's clock
-  uint64_t dead : 1;       // closed; a ghost, if it has heirs
-  uint64_t dropped : 1;    // dropped without an entry that says so
-  uint64_t lost : 1;       // a fork without its parent
-  uint64_t failed : 1;     // the entry that opens it is not in the journal
-  uint64_t unswept : 1;    // its records wait for sweep(), which needs its cuts
-  uint64_t rests : 1;      // it is not used
-  uint64_t quiet : 1;      // so it is, or dead, and all of its heirs are quiet
-};
-
-_Static_assert(sizeof(qkvi_session) == 40, "no padding");
-
 struct qkvi_sessions {
   qkvi_numbered known;
+  qkvi_numbered scanned;  // none while the storage runs
   uint64_t clock;
   qkvi_sweep_fn *sweep;  // NULL: scanning
   void *context;
@@ -50,13 +18,25 @@ struct qkvi_sessions {
 qkvi_sessions *qkvi_sessions_create(void) {
   qkvi_sessions *sessions = qkvi_checked(calloc(1, sizeof *sessions));
   qkvi_numbered_init(&sessions->known, sizeof(qkvi_session));
+  qkvi_numbered_init(&sessions->scanned, sizeof(scanned));
   return sessions;
 }
 
+// NULL: it has none.
+static lineage *own_lines(const qkvi_session *session) {
+  return session->lined ? (lineage *)(uintptr_t)(session->at * LINEAGE_ALIGN) : NULL;
+}
+
+static uint64_t time_of(const qkvi_session *session) {
+  const lineage *lines = own_lines(session);
+  return lines == NULL ? session->at : lines->time;
+}
+
 static void free_lineage(qkvi_session *session) {
-  lineage *lines = session->lines;
-  session->lines = NULL;
+  lineage *lines = own_lines(session);
   if (lines == NULL) return;
+  session->at = lines->time & AT_MAX;
+  session->lined = false;
   while (lines->cuts != NULL) {
     qkvi_cut *earlier = lines->cuts->earlier;
     free(lines->cuts);
@@ -75,6 +55,7 @@ void qkvi_sessions_destroy(qkvi_sessions **sessions) {
   for (uint32_t place = 0; (session = qkvi_numbered_next(&(*sessions)->known, &place)) != NULL;)
     free_lineage(session);
   qkvi_numbered_deinit(&(*sessions)->known);
+  qkvi_numbered_deinit(&(*sessions)->scanned);
   free(*sessions);
   *sessions = NULL;
 }
@@ -87,12 +68,19 @@ static qkvi_session *find(const qkvi_sessions *sessions, uint64_t number) {
 
 static const lineage *lines_of(const qkvi_session *session) {
   static const lineage none;
-  return session->lines == NULL ? &none : session->lines;
+  const lineage *lines = own_lines(session);
+  return lines == NULL ? &none : lines;
 }
 
 static lineage *need_lines(qkvi_session *session) {
-  if (session->lines == NULL) session->lines = qkvi_checked(calloc(1, sizeof *session->lines));
-  return session->lines;
+  lineage *lines = own_lines(session);
+  if (lines != NULL) return lines;
+  lines = qkvi_checked(calloc(1, sizeof *lines));
+  lines->time = session->at;
+  assert((uintptr_t)lines % LINEAGE_ALIGN == 0);
+  session->at = (uintptr_t)lines / LINEAGE_ALIGN & AT_MAX;
+  session->lined = true;
+  return lines;
 }
 
 // Once nothing of it is left.
@@ -104,8 +92,9 @@ static void drop_lines(qkvi_session *session) {
 
 static qkvi_session *add(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
   qkvi_session *session = qkvi_numbered_add(&sessions->known, entry->session);
-  session->opened = entry->sequence;
-  session->time = ++sessions->clock & (UINT64_MAX >> 10);
+  session->at = ++sessions->clock & AT_MAX;
+  if (sessions->sweep == NULL)
+    ((scanned *)qkvi_numbered_add(&sessions->scanned, entry->session))->opened = entry->sequence;
   return session;
 }
 
@@ -116,7 +105,7 @@ static void link_heir(qkvi_session *parent, qkvi_session *heir) {
   lines->parent = parent;
   lines->depth = above->depth + 1;
   lines->older = above->heirs;
-  if (lines->older != NULL) lines->older->lines->newer = heir;
+  if (lines->older != NULL) own_lines(lines->older)->newer = heir;
   above->heirs = heir;
 }
 
@@ -124,12 +113,12 @@ static void unlink_heir(const qkvi_session *heir) {
   const lineage *lines = lines_of(heir);
   if (lines->parent == NULL) return;
   if (lines->newer != NULL) {
-    lines->newer->lines->older = lines->older;
+    own_lines(lines->newer)->older = lines->older;
   } else {
-    lines->parent->lines->heirs = lines->older;
+    own_lines(lines->parent)->heirs = lines->older;
   }
-  if (lines->older != NULL) lines->older->lines->newer = lines->newer;
-  if (!heir->quiet) lines->parent->lines->used_heirs--;
+  if (lines->older != NULL) own_lines(lines->older)->newer = lines->newer;
+  if (!heir->quiet) own_lines(lines->parent)->used_heirs--;
   drop_lines(lines->parent);
 }
 
@@ -137,6 +126,8 @@ static void bury(qkvi_sessions *sessions, qkvi_session *session) {
   assert(lines_of(session)->heirs == NULL);
   unlink_heir(session);
   free_lineage(session);
+  const scanned *found = qkvi_numbered_find(&sessions->scanned, session->session);
+  if (found != NULL) qkvi_numbered_remove(&sessions->scanned, found);
   qkvi_numbered_remove(&sessions->known, session);
 }
 
@@ -160,8 +151,8 @@ static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *ent
   if (heir->lost) return status;
   link_heir(parent, heir);
   if (entry->positions == NULL) return QKV_OK;
-  lineage *lines = heir->lines;
-  const lineage *above = parent->lines;
+  lineage *lines = own_lines(heir);
+  const lineage *above = own_lines(parent);
   lines->layers = entry->layers;
   lines->limits = copy_limits(entry->positions, entry->layers);
   lines->reach = copy_limits(entry->positions, entry->layers);
@@ -197,11 +188,11 @@ static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, ui
 // When the heirs were forked, in ascending order. The caller frees it.
 static uint64_t *times_of_heirs(const qkvi_session *session, size_t *count) {
   *count = 0;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) ++*count;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) ++*count;
   uint64_t *times = qkvi_checked(malloc((*count + 1) * sizeof *times));
   size_t at = *count;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older)
-    times[--at] = heir->time;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older)
+    times[--at] = time_of(heir);
   return times;
 }
 
@@ -215,7 +206,7 @@ static qkvi_cut **decide_cuts(const qkvi_session *session, bool alone, size_t *c
 }
 
 static void forget_cuts(qkvi_session *session) {
-  lineage *lines = session->lines;
+  lineage *lines = own_lines(session);
   size_t count;
   if (lines == NULL) return;
   qkvi_cut **cuts = decide_cuts(session, false, &count);
@@ -252,12 +243,12 @@ static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_jo
 
 // It only ever shrinks: a fork takes no more than the session itself has.
 static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
-  const lineage *lines = session->lines;
+  const lineage *lines = own_lines(session);
   const uint64_t most = lines->reach[layer];
   uint64_t reach = session->dead ? 0 : lines->limits[layer];
-  for (const qkvi_session *heir = lines->heirs; heir != NULL && reach < most; heir = heir->lines->older) {
-    if (layer >= heir->lines->layers) continue;
-    const uint64_t limit = heir->lines->parent_limits[layer], own = heir->lines->reach[layer];
+  for (const qkvi_session *heir = lines->heirs; heir != NULL && reach < most; heir = own_lines(heir)->older) {
+    if (layer >= own_lines(heir)->layers) continue;
+    const uint64_t limit = own_lines(heir)->parent_limits[layer], own = own_lines(heir)->reach[layer];
     const uint64_t both = limit < own ? limit : own;
     if (both > reach) reach = both;
   }
@@ -267,13 +258,14 @@ static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
 // Whether another heir, with the same cuts of the parent before and behind its fork, goes as far.
 static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach) {
   uint64_t after = 0, before = UINT64_MAX;
-  for (const qkvi_cut *cut = lines_of(heir->lines->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
-    if (cut->time > heir->time) before = cut->time;
-    if (cut->time < heir->time) after = cut->time;
+  for (const qkvi_cut *cut = lines_of(own_lines(heir)->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
+    if (cut->time > time_of(heir)) before = cut->time;
+    if (cut->time < time_of(heir)) after = cut->time;
   }
-  for (const qkvi_session *other = lines_of(heir->lines->parent)->heirs; other != NULL && other->time > after;
-       other = other->lines->older) {
-    if (other != heir && other->time < before && layer < other->lines->layers && other->lines->reach[layer] >= reach)
+  for (const qkvi_session *other = lines_of(own_lines(heir)->parent)->heirs; other != NULL && time_of(other) > after;
+       other = own_lines(other)->older) {
+    if (other != heir && time_of(other) < before && layer < own_lines(other)->layers &&
+        own_lines(other)->reach[layer] >= reach)
       return true;
   }
   return false;
@@ -327,7 +319,8 @@ qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *
     (void)add(sessions, entry);
     return QKV_OK;
   }
-  if (entry->kind == QKV_JOURNAL_SESSION_NOTE && session != NULL) session->noted = entry->sequence;
+  scanned *found = qkvi_numbered_find(&sessions->scanned, entry->session);
+  if (entry->kind == QKV_JOURNAL_SESSION_NOTE && found != NULL) found->noted = entry->sequence;
   if (entry->kind != QKV_JOURNAL_SESSION_CLOSE && entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return QKV_OK;
   const bool stranger = session == NULL;  // records may have been put for it
   if (stranger && sessions->sweep == NULL) return QKV_OK;
@@ -343,7 +336,8 @@ qkv_status qkvi_sessions_note(qkvi_sessions *sessions, const qkv_journal_entry *
 
 static int compare_times(const void *a, const void *b) {
   const qkvi_session *first = *(qkvi_session *const *)a, *second = *(qkvi_session *const *)b;
-  return first->time < second->time ? -1 : first->time > second->time;
+  const uint64_t before = time_of(first), after = time_of(second);
+  return before < after ? -1 : before > after;
 }
 
 // All sessions in the order of their opening, parents first. The caller frees it.
@@ -362,8 +356,9 @@ uint64_t qkvi_sessions_give_up(qkvi_sessions *sessions, uint64_t sequence) {
   qkvi_session **list = list_all(sessions, &count);
   for (size_t i = 0; i < count; i++) {
     qkvi_session *session = list[i];
-    session->lost = session->lost || session->opened < sequence ||
-                    (lines_of(session)->parent != NULL && lines_of(session)->parent->lost);
+    const scanned *found = qkvi_numbered_find(&sessions->scanned, session->session);
+    const qkvi_session *parent = lines_of(session)->parent;
+    session->lost = session->lost || found->opened < sequence || (parent != NULL && parent->lost);
     if (!session->lost) continue;
     given_up += session->dead ? 0 : 1;
     list[lost++] = session;
@@ -408,11 +403,12 @@ static const qkvi_cut *cut_of(const lineage *lines, uint64_t sequence) {
 bool qkvi_sessions_keep(const qkvi_sessions *sessions, const qkv_journal_entry *entry) {
   if (entry->kind < QKV_JOURNAL_SESSION_OPEN) return true;
   qkvi_session *session = find(sessions, entry->session);
-  if (session == NULL) return false;
-  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return !session->dead && entry->sequence == session->noted;
-  if (entry->kind == QKV_JOURNAL_SESSION_OPEN) return entry->sequence == session->opened;
+  const scanned *found = qkvi_numbered_find(&sessions->scanned, entry->session);
+  if (session == NULL || found == NULL) return false;
+  if (entry->kind == QKV_JOURNAL_SESSION_NOTE) return !session->dead && entry->sequence == found->noted;
+  if (entry->kind == QKV_JOURNAL_SESSION_OPEN) return entry->sequence == found->opened;
   if (entry->kind != QKV_JOURNAL_SESSION_TRUNCATE) return true;
-  lineage *lines = session->lines;
+  lineage *lines = own_lines(session);
   if (lines != NULL && lines->ordered == NULL)
     lines->ordered = decide_cuts(session, !session->dead, &lines->ordered_count);
   const qkvi_cut *cut = cut_of(lines_of(session), entry->sequence);
@@ -452,8 +448,8 @@ uint64_t qkvi_session_number(const qkvi_session *session) {
 
 static uint32_t heirs_layers(const qkvi_session *session) {
   uint32_t layers = 0;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) {
-    if (heir->lines->layers > layers) layers = heir->lines->layers;
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) {
+    if (own_lines(heir)->layers > layers) layers = own_lines(heir)->layers;
   }
   return layers;
 }
@@ -471,10 +467,11 @@ static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t 
   memset(limits, 0xff, layers * sizeof *limits);
   memset(reach, 0, layers * sizeof *reach);
   const qkvi_cut *cut = lines_of(session)->cuts;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = heir->lines->older) {
-    for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) lower(limits, layers, cut);
-    for (uint32_t layer = 0; layer < heir->lines->layers; layer++) {
-      const uint64_t both = heir->lines->reach[layer] < limits[layer] ? heir->lines->reach[layer] : limits[layer];
+  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) {
+    for (; cut != NULL && cut->time > time_of(heir); cut = cut->earlier) lower(limits, layers, cut);
+    for (uint32_t layer = 0; layer < own_lines(heir)->layers; layer++) {
+      const uint64_t both =
+          own_lines(heir)->reach[layer] < limits[layer] ? own_lines(heir)->reach[layer] : limits[layer];
       if (both > reach[layer]) reach[layer] = both;
     }
   }
@@ -514,7 +511,7 @@ bool qkvi_view_up(qkvi_view *view) {
   } else {
     // Through the last heir: what the owner had when that heir was forked.
     for (uint32_t layer = 0; layer < view->layers; layer++) {
-      const uint64_t limit = layer < view->from->lines->layers ? view->from->lines->parent_limits[layer] : 0;
+      const uint64_t limit = layer < own_lines(view->from)->layers ? own_lines(view->from)->parent_limits[layer] : 0;
       if (limit < view->limits[layer]) view->limits[layer] = limit;
     }
   }
@@ -526,7 +523,7 @@ bool qkvi_view_up(qkvi_view *view) {
 uint32_t qkvi_view_tokens(const qkvi_view *view, const qkvi_entry *entry) {
   if (view->from == NULL) return tokens_at(view->owner, entry, UINT64_MAX);
   if (entry->layer >= view->layers) return 0;
-  return clip(entry, tokens_at(view->owner, entry, view->from->time), view->limits[entry->layer]);
+  return clip(entry, tokens_at(view->owner, entry, time_of(view->from)), view->limits[entry->layer]);
 }
 
 // ---- Running ----
@@ -536,7 +533,7 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
   qkvi_session **list = list_all(sessions, &count);
   while (count-- > 0) {  // heirs first
     qkvi_session *session = list[count];
-    lineage *lines = session->lines;
+    lineage *lines = own_lines(session);
     if (lines == NULL) continue;
     for (uint32_t layer = 0; layer < lines->layers; layer++) lines->reach[layer] = reach_of(session, layer);
     free((void *)lines->ordered);
@@ -544,6 +541,7 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
     forget_cuts(session);
   }
   free((void *)list);
+  qkvi_numbered_deinit(&sessions->scanned);
   sessions->sweep = sweep;
   sessions->context = context;
 }
@@ -567,9 +565,9 @@ static void set_quiet(qkvi_session *session, bool quiet) {
   qkvi_session *parent = lines_of(session)->parent;
   if (parent == NULL) return;
   if (quiet) {
-    parent->lines->used_heirs--;
+    own_lines(parent)->used_heirs--;
   } else {
-    parent->lines->used_heirs++;
+    own_lines(parent)->used_heirs++;
   }
 }
 
@@ -622,18 +620,18 @@ static void group_heirs(qkvi_needs *needs) {
   const qkvi_cut *cut = lines_of(needs->owner)->cuts;
   bool fresh = true;
   size_t count = 0;
-  for (const qkvi_session *heir = lines_of(needs->owner)->heirs; heir != NULL; heir = heir->lines->older) {
-    for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) fresh = true;
+  for (const qkvi_session *heir = lines_of(needs->owner)->heirs; heir != NULL; heir = own_lines(heir)->older) {
+    for (; cut != NULL && cut->time > time_of(heir); cut = cut->earlier) fresh = true;
     count += fresh ? 1 : 0;
     fresh = false;
     if (needs->times == NULL) {
-      if (heir->lines->layers > needs->layers) needs->layers = heir->lines->layers;
+      if (own_lines(heir)->layers > needs->layers) needs->layers = own_lines(heir)->layers;
       continue;
     }
     uint64_t *reach = needs->reach + (count - 1) * needs->layers;
-    needs->times[count - 1] = heir->time;
-    for (uint32_t layer = 0; layer < heir->lines->layers; layer++) {
-      if (heir->lines->reach[layer] > reach[layer]) reach[layer] = heir->lines->reach[layer];
+    needs->times[count - 1] = time_of(heir);
+    for (uint32_t layer = 0; layer < own_lines(heir)->layers; layer++) {
+      if (own_lines(heir)->reach[layer] > reach[layer]) reach[layer] = own_lines(heir)->reach[layer];
     }
   }
   needs->count = count;
@@ -643,7 +641,7 @@ void qkvi_needs_init(qkvi_needs *needs, const qkvi_session *owner) {
   *needs = (qkvi_needs){.owner = owner};
   if (lines_of(owner)->heirs == NULL) return;
   group_heirs(needs);
-  needs->times = qkvi_checked(calloc(needs->count, sizeof *needs->times));
+  needs->times = qkvi_checked(calloc(needs->count + 1, sizeof *needs->times));
   needs->reach = qkvi_checked(calloc(needs->count * needs->layers + 1, sizeof *needs->reach));
   group_heirs(needs);
 }

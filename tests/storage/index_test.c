@@ -232,6 +232,39 @@ static void try_damaged(qkvi_index *index, uint64_t session, const uint8_t *payl
   free(damaged);
 }
 
+// Records that are put for an unloaded session are in memory; with the last one of them everything is as before.
+static void put_since(qkvi_index *index, uint64_t session) {
+  qkvi_entry before, after, late = entry_for(UINT64_C(7) << 40, 3);
+  late.session = session;
+  assert_true(qkvi_index_unloaded(index, session, &before));
+  for (uint64_t i = 0; i < 40; i++, late.record++) qkvi_index_add(index, &late);
+  qkvi_index_pack(index, session, true);  // not while it is unloaded
+  assert_true(qkvi_index_unloaded(index, session, &after));
+  assert_same_entry(&before, &after);
+  for (uint64_t i = 0; i < 40; i++) {
+    qkvi_index_walk walk;
+    qkvi_entry entry;
+    qkvi_index_walk_init(index, session, &walk);
+    assert_true(qkvi_index_walk_next(index, &walk, &entry) && entry.record >> 40 == 7);
+    if (session % 2 == 0 || i < 39) qkvi_index_remove(index, entry.record);
+  }
+  assert_true(qkvi_index_unloaded(index, session, &after));
+  assert_same_entry(&before, &after);
+}
+
+static void drop_late(qkvi_index *index, uint64_t session) {
+  qkvi_index_walk walk;
+  qkvi_entry entry;
+  size_t late = 0;
+  qkvi_index_walk_init(index, session, &walk);
+  while (qkvi_index_walk_next(index, &walk, &entry)) {
+    if (entry.record >> 40 != 7) continue;
+    qkvi_index_remove(index, entry.record);
+    late++;
+  }
+  assert_int_equal(late, 1);
+}
+
 static void unloaded_records_come_back(void **state) {
   (void)state;
   static qkvi_entry model[INDEX_RECORDS];
@@ -266,9 +299,11 @@ static void unloaded_records_come_back(void **state) {
                 entry.extent == 12288 && entry.raw_bytes == 9000 && entry.session == session);
     qkvi_index_unpack(index, session);  // not in memory
     assert_true(qkvi_index_unloaded(index, session, &entry));
+    put_since(index, session);
     try_damaged(index, session, payloads[session], bytes[session]);
     assert_true(qkvi_index_load(index, session, payloads[session], bytes[session], in_any_place, NULL));
     assert_false(qkvi_index_unloaded(index, session, &entry));
+    if (session % 2 == 1) drop_late(index, session);
     free(payloads[session]);
   }
   check_index(index, model);

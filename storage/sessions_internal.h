@@ -1,0 +1,49 @@
+// What sessions.c knows of a session. Not for others: see sessions.h.
+#ifndef QKV_STORAGE_SESSIONS_INTERNAL_H
+#define QKV_STORAGE_SESSIONS_INTERNAL_H
+
+#include "storage/cuts.h"
+#include "storage/sessions.h"
+
+// What a session has only with a parent, heirs or cuts.
+typedef struct lineage {
+  uint64_t time;            // of the session
+  uint32_t depth;           // length of the chain of forks
+  uint32_t layers;          // of a fork
+  uint32_t used_heirs;      // those that are not quiet
+  uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
+  uint64_t *parent_limits;  // those of the parent when this was forked; NULL: it has none
+  uint64_t *reach;          // how far its view and those of its heirs go into the parent's own records
+  qkvi_session *parent;
+  qkvi_session *heirs;          // the newest first
+  qkvi_session *newer, *older;  // among the parent's heirs
+  qkvi_cut *cuts;               // the newest first
+  qkvi_cut **ordered;           // the same, the oldest first, once it is decided which are needed, in a scan
+  size_t ordered_count;
+} lineage;
+
+#define LINEAGE_ALIGN UINT64_C(16)  // malloc's: so an address takes as many bits as a time
+#define AT_MAX (UINT64_MAX >> 8)
+
+struct qkvi_session {
+  uint64_t session;
+  uint64_t at : 56;      // when it was opened, by the table's clock; `lined`: the address of its lineage / 16
+  uint64_t lined : 1;    // it has a lineage, which has its time
+  uint64_t dead : 1;     // closed; a ghost, if it has heirs
+  uint64_t dropped : 1;  // dropped without an entry that says so
+  uint64_t lost : 1;     // a fork without its parent
+  uint64_t failed : 1;   // the entry that opens it is not in the journal
+  uint64_t unswept : 1;  // its records wait for sweep(), which needs its cuts
+  uint64_t rests : 1;    // it is not used
+  uint64_t quiet : 1;    // so it is, or dead, and all of its heirs are quiet
+};
+
+_Static_assert(sizeof(qkvi_session) == 16, "no padding");
+
+// Of a session, while the journal is scanned: sequences of the entry that opened it and of the last SESSION_NOTE.
+typedef struct scanned {
+  uint64_t session;
+  uint64_t opened, noted;
+} scanned;
+
+#endif
