@@ -228,6 +228,20 @@ qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_in
   return found ? QKV_OK : QKV_NOT_FOUND;
 }
 
+qkv_status qkv_storage_find_last(qkv_storage *storage, uint64_t session, uint16_t kind, qkv_record_info *info) {
+  qkvi_index_walk walk;
+  qkvi_entry entry, last = {0};
+  pthread_mutex_lock(&storage->lock);
+  qkvi_index_walk_init(storage->index, session, &walk);
+  while (qkvi_index_walk_next(storage->index, &walk, &entry)) {
+    if (entry.kind == kind && entry.record > last.record) last = entry;
+  }
+  pthread_mutex_unlock(&storage->lock);
+  if (last.record == 0) return QKV_NOT_FOUND;
+  *info = qkvi_entry_info(&last);
+  return QKV_OK;
+}
+
 // ---- Looking after it ----
 
 void qkv_storage_read_stats(qkv_storage *storage, qkv_storage_stats *stats) {

@@ -204,6 +204,9 @@ void qkv_storage_session_unpack(qkv_storage *storage, uint64_t session, qkv_stor
 // NOT_FOUND, without a text: it is not written yet, or no longer there.
 qkv_status qkv_storage_find(qkv_storage *storage, uint64_t record, qkv_record_info *info);
 
+// The last record of the session of this kind, among those that are not packed. O(its records).
+qkv_status qkv_storage_find_last(qkv_storage *storage, uint64_t session, uint16_t kind, qkv_record_info *info);
+
 // Reads the payload of a record into `buffer`, whose `bytes` are qkv_record_info.bytes (checked against the header:
 // INVALID_ARGUMENT). The header must name the session that the record was put for, else it is another record. done():
 // NOT_FOUND, DATA_LOSS (counted and logged with segment and offset; the bytes of the buffer are undefined then), or

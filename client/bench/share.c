@@ -92,7 +92,7 @@ static void setup(scene *s, const qkv_bench_settings *settings) {
   s->ids = malloc((size_t)settings->tokens * sizeof *s->ids);
   if (s->sessions == NULL || s->ids == NULL) abort();
   for (uint64_t i = 0; i < s->session_count; i++) {
-    s->sessions[i].holder = qkv_prefix_index_attach(s->index, &s->root, &s->sessions[i]);
+    s->sessions[i].holder = qkv_prefix_index_attach(s->index, &s->root, (uint32_t)i);
     s->sessions[i].hash = s->root;
   }
   for (uint64_t i = 0; i < s->session_count * s->session_pages / 16; i++)

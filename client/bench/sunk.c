@@ -22,7 +22,7 @@ enum {
   WAIT_US = 1000,
   SYNC_MS = 50,
   QUIET_US = 300000,
-  SEGMENT_BYTES = 32 << 20,
+  SEGMENT_BYTES = 128 << 20,
   SEGMENTS_MAX = 64,
   KIND_FOLD = 3
 };
@@ -119,14 +119,20 @@ static void on_unpacked(void *context, qkv_status status) {
   atomic_store((_Atomic bool *)context, true);
 }
 
-static qkv_status read_fold(void *context, uint64_t session, uint64_t record, void *bytes, uint64_t count,
+static qkv_status read_fold(void *context, uint64_t session, uint64_t *record, uint8_t **bytes, uint64_t *count,
                             qkv_error *error) {
   const sunk_scene *s = context;
   _Atomic bool unpacked = false;
   qkv_storage_session_unpack(s->storage, session, on_unpacked, &unpacked);
   while (!atomic_load(&unpacked)) (void)usleep(10);
-  qkv_storage_batch *batch = qkv_storage_batch_create(s->storage, &record, 1, count);
-  const qkv_status status = qkv_storage_batch_wait(batch, 0, bytes, count, error);
+  qkv_record_info info;
+  QKV_TRY(qkv_storage_find_last(s->storage, session, KIND_FOLD, &info));
+  *record = info.record;
+  *count = info.bytes;
+  *bytes = malloc(*count);
+  if (*bytes == NULL) abort();
+  qkv_storage_batch *batch = qkv_storage_batch_create(s->storage, record, 1, *count);
+  const qkv_status status = qkv_storage_batch_wait(batch, 0, *bytes, *count, error);
   qkv_storage_batch_destroy(&batch);
   return status;
 }
@@ -268,7 +274,7 @@ static uint64_t held(const sunk_scene *s) {
   await_quiet(s);  // what is folded leaves memory meanwhile
   fill_segment(s);
   await_quiet(s);
-  return qkv_arena_read(qkv_store_arena(s->store)).bytes_used + mallinfo2().uordblks;
+  return qkv_heap_read(qkv_arena_heap(qkv_store_arena(s->store))).bytes_used + mallinfo2().uordblks;
 }
 
 void qkvi_bench_sunk(json_t *result) {

@@ -64,6 +64,10 @@ qkv_arena *qkv_arena_create_account(qkv_arena *arena, const char *budget_name, v
   return account;
 }
 
+qkv_arena *qkv_arena_whole(qkv_arena *arena) {
+  return arena->parent != NULL ? arena->parent : arena;
+}
+
 void *qkv_arena_owner(const qkv_arena *arena) {
   return arena->owner;
 }
@@ -192,17 +196,25 @@ void qkv_arena_set_limit(qkv_arena *arena, uint64_t bytes) {
   (void)pthread_mutex_unlock(&arena->lock);
 }
 
-void *qkv_arena_alloc(qkv_arena *arena, size_t bytes) {
+void qkv_arena_spend(qkv_arena *arena, size_t bytes) {
   subtract(&arena->reserved, qkv_arena_cost(bytes));
   if (arena->parent != NULL) subtract(&arena->parent->reserved, qkv_arena_cost(bytes));
+}
+
+void qkv_arena_unspend(qkv_arena *arena, size_t bytes) {
+  if (arena->parent != NULL) subtract(&arena->parent->claimed, qkv_arena_cost(bytes));
+  subtract(&arena->claimed, qkv_arena_cost(bytes));
+}
+
+void *qkv_arena_alloc(qkv_arena *arena, size_t bytes) {
+  qkv_arena_spend(arena, bytes);
   return qkv_arena_alloc_overhead(arena, bytes);
 }
 
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes) {
   if (block == NULL) return;
   qkv_arena_free_overhead(arena, block, bytes);
-  if (arena->parent != NULL) subtract(&arena->parent->claimed, qkv_arena_cost(bytes));
-  subtract(&arena->claimed, qkv_arena_cost(bytes));
+  qkv_arena_unspend(arena, bytes);
 }
 
 void *qkv_arena_alloc_overhead(qkv_arena *arena, size_t bytes) {

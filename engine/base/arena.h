@@ -49,6 +49,8 @@ qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget
 // An account of `arena`, which outlives it, without a ceiling yet. `budget_name` is copied: "quota host_bytes of
 // tenant x". Not for accounts: set_limit, reserve_next, let_go and the functions for memory elsewhere.
 qkv_arena *qkv_arena_create_account(qkv_arena *arena, const char *budget_name, void *owner);
+// The arena that an account is on top of; of another arena itself.
+qkv_arena *qkv_arena_whole(qkv_arena *arena);
 // Whose account it is; NULL: it is none.
 void *qkv_arena_owner(const qkv_arena *arena);
 // UINT64_MAX: none. It may be less than what is taken: then no reservation succeeds until enough has been freed.
@@ -88,6 +90,10 @@ qkv_status qkv_arena_overdraw(qkv_arena *arena, uint64_t bytes, qkv_error *error
 // Aborts where the machine itself is out of memory: the budget is there so that it is not.
 void *qkv_arena_alloc(qkv_arena *arena, size_t bytes);
 void qkv_arena_free(qkv_arena *arena, void *block, size_t bytes);
+
+// What alloc and free count, for bytes that lie in a block of alloc_overhead together with others.
+void qkv_arena_spend(qkv_arena *arena, size_t bytes);
+void qkv_arena_unspend(qkv_arena *arena, size_t bytes);
 
 // For a block that replaces another one while that is still in use. It is allocated outside of the budget, and freed
 // so unless it takes the other's place. When it does, qkv_arena_recount counts `made` instead of `left` bytes (0:

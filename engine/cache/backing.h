@@ -55,9 +55,9 @@ typedef struct qkv_backing {
   // Puts what a session is made again from (session_fold.h), copied, and waits until it can be read. state() and
   // drop() take the record, too. 0: the tier does not take it, or `*stop` became true. NULL: sessions are not folded.
   uint64_t (*put_fold)(void *context, uint64_t session, const void *bytes, uint64_t count, const _Atomic bool *stop);
-  // From there on no other record of the session is asked for until this fills `bytes` with that one. Errors are
-  // read_wait's.
-  qkv_status (*read_fold)(void *context, uint64_t session, uint64_t record, void *bytes, uint64_t count,
+  // From there on no other record of the session is asked for until this has read the last one that was put. `*bytes`
+  // gets a buffer, which the caller frees, `*record` the number of the record. Errors are read_wait's.
+  qkv_status (*read_fold)(void *context, uint64_t session, uint64_t *record, uint8_t **bytes, uint64_t *count,
                           qkv_error *error);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.

@@ -27,7 +27,7 @@ static_assert(sizeof(node) == 56, "56 bytes a page");
 #define FREE UINT32_MAX
 
 typedef struct holder {
-  void *owner;
+  uint32_t owner;
   uint32_t node;  // 0: this place is free
   uint32_t next, previous;
 } holder;
@@ -265,7 +265,7 @@ static void unseat(qkv_prefix_index *index, uint32_t at) {
   }
 }
 
-static uint32_t new_holder(qkv_prefix_index *index, uint32_t where, void *owner) {
+static uint32_t new_holder(qkv_prefix_index *index, uint32_t where, uint32_t owner) {
   const uint32_t at = take_holder(index);
   index->holders[at] = (holder){.owner = owner};
   seat(index, at, where);
@@ -293,7 +293,7 @@ static uint32_t ancestor(const qkv_prefix_index *index, uint32_t at, uint64_t de
   return at;
 }
 
-qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, void *owner) {
+qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, uint32_t owner) {
   lock(index);
   uint32_t at = find(index, root);
   const bool added = at == 0;
@@ -307,7 +307,8 @@ qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_pre
   return made;
 }
 
-qkv_prefix_holder qkv_prefix_index_fork(qkv_prefix_index *index, qkv_prefix_holder of, uint64_t pages, void *owner) {
+qkv_prefix_holder qkv_prefix_index_fork(qkv_prefix_index *index, qkv_prefix_holder of, uint64_t pages,
+                                        uint32_t owner) {
   if (of == 0) return 0;
   lock(index);
   const uint32_t made = new_holder(index, ancestor(index, index->holders[of].node, pages), owner);
@@ -428,7 +429,7 @@ static uint32_t deepest(qkv_prefix_index *index, const qkv_prefix_hash *hashes, 
 
 typedef struct matching {
   const qkv_prefix_index *index;
-  void (*take)(void *owner);
+  void (*take)(uint32_t owner);
   qkv_prefix_found *found;
   size_t count, max;
   int steps;                               // nodes that may still be looked at below children
@@ -437,7 +438,7 @@ typedef struct matching {
 } matching;
 
 static void find_holder(matching *all, uint32_t at, uint64_t pages, uint32_t top) {
-  void *owner = all->index->holders[at].owner;
+  uint32_t owner = all->index->holders[at].owner;
   all->holders[all->count] = at;
   all->tops[all->count] = top;
   all->found[all->count++] = (qkv_prefix_found){.owner = owner, .pages = pages};
@@ -488,7 +489,7 @@ static void climb(matching *all, uint32_t at, uint64_t above) {
 }
 
 size_t qkv_prefix_index_match(qkv_prefix_index *index, const qkv_prefix_hash *root, const uint32_t *ids, size_t count,
-                              void (*take)(void *owner), qkv_prefix_found *found, size_t max) {
+                              void (*take)(uint32_t owner), qkv_prefix_found *found, size_t max) {
   const uint64_t pages = count / QKV_PREFIX_PAGE;
   qkv_prefix_hash *hashes = malloc((pages + 1) * sizeof *hashes);
   if (hashes == NULL) abort();
@@ -521,7 +522,7 @@ static uint32_t deepest_page(qkv_prefix_index *index, uint64_t first, const qkv_
 }
 
 size_t qkv_prefix_index_match_pages(qkv_prefix_index *index, uint64_t first, const qkv_prefix_hash *hashes,
-                                    size_t count, void (*take)(void *owner), qkv_prefix_found *found, size_t max) {
+                                    size_t count, void (*take)(uint32_t owner), qkv_prefix_found *found, size_t max) {
   matching all = {.index = index, .take = take, .found = found, .max = max, .steps = QKV_PREFIX_STEPS};
   assert(max <= QKV_PREFIX_FOUND_MAX);
   lock(index);

@@ -57,7 +57,7 @@ typedef struct qkv_prefix_change {
 } qkv_prefix_change;
 typedef struct qkv_prefix_observer {
   void *context;
-  void (*root_added)(void *context, uint32_t root, const void *owner);  // `owner`: of its first holder
+  void (*root_added)(void *context, uint32_t root, uint32_t owner);  // `owner`: of its first holder
   void (*root_removed)(void *context, uint32_t root);
   void (*changed)(void *context, const qkv_prefix_change *change);
 } qkv_prefix_observer;
@@ -74,11 +74,13 @@ void qkv_prefix_index_destroy(qkv_prefix_index **index);
 
 // ---- Holders ----
 
-// A new holder without pages, below a root. `owner` comes back from a match. None where the index is full.
-qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, void *owner);
+// A new holder without pages, below a root. `owner`, any number, comes back from a match. None where the index is
+// full.
+qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, uint32_t owner);
 // A new holder of the first `pages` of `of`, or of as many as it has: O(pages that it has more). Nothing is copied.
 // None where `of` is none.
-qkv_prefix_holder qkv_prefix_index_fork(qkv_prefix_index *index, qkv_prefix_holder of, uint64_t pages, void *owner);
+qkv_prefix_holder qkv_prefix_index_fork(qkv_prefix_index *index, qkv_prefix_holder of, uint64_t pages,
+                                        uint32_t owner);
 // Removes the holder, and the pages that only it had: O(pages).
 void qkv_prefix_index_drop(qkv_prefix_index *index, qkv_prefix_holder at);
 
@@ -97,7 +99,7 @@ size_t qkv_prefix_index_hashes(qkv_prefix_index *index, qkv_prefix_holder at, qk
 // ---- Matching ----
 
 typedef struct qkv_prefix_found {
-  void *owner;
+  uint32_t owner;
   uint64_t pages;  // that it shares with the ids asked for
 } qkv_prefix_found;
 
@@ -112,13 +114,13 @@ typedef struct qkv_prefix_found {
 // `take`, where not NULL, is called for each owner while the index is locked: an owner whose holder is dropped before
 // it is freed can be referenced there. It calls no function of the index.
 size_t qkv_prefix_index_match(qkv_prefix_index *index, const qkv_prefix_hash *root, const uint32_t *ids, size_t count,
-                              void (*take)(void *owner), qkv_prefix_found *found, size_t max);
+                              void (*take)(uint32_t owner), qkv_prefix_found *found, size_t max);
 enum { QKV_PREFIX_CLIMB = 64, QKV_PREFIX_STEPS = 256, QKV_PREFIX_FOUND_MAX = 16 };  // of `max` (asserted)
 
 // The same by the chained hashes of pages: hashes[i] is that of page number first + i. Only holders of page number
 // `first` at least are found; `found[].pages` counts from page 0.
 size_t qkv_prefix_index_match_pages(qkv_prefix_index *index, uint64_t first, const qkv_prefix_hash *hashes,
-                                    size_t count, void (*take)(void *owner), qkv_prefix_found *found, size_t max);
+                                    size_t count, void (*take)(uint32_t owner), qkv_prefix_found *found, size_t max);
 
 // All pages, parents before their children or not; fn returns false to stop, and calls no function of the index.
 // `holders` are those attached at the page, `depth` counts from 1.

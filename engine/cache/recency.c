@@ -5,13 +5,23 @@
 #include <stdlib.h>
 
 #include "engine/cache/session_fold.h"
+#include "engine/cache/session_slots.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 
 typedef struct entry {
-  int64_t time_ms;  // or later
-  qkv_session *session;
+  uint64_t time_ms : 64 - QKV_SESSION_NUMBER_BITS;  // or later; TIME_MAX: that, or later
+  uint64_t session : QKV_SESSION_NUMBER_BITS;       // its number
 } entry;
+#define TIME_MAX (INT64_MAX >> (QKV_SESSION_NUMBER_BITS - 1))  // eight years
+
+static uint64_t number_of(const qkv_session *session) {
+  return qkv_session_number(session) & ((1u << QKV_SESSION_NUMBER_BITS) - 1);
+}
+
+static qkv_session *session_of(const entry *of) {
+  return qkv_session_of((uint32_t)of->session);
+}
 
 typedef struct order {
   entry *entries;
@@ -92,7 +102,7 @@ static _Atomic uint32_t *place_of(const qkv_recency *recency, const order *in, q
 
 static void set(const qkv_recency *recency, order *in, uint32_t at, entry what) {
   in->entries[at] = what;
-  atomic_store_explicit(place_of(recency, in, what.session), at + 1, memory_order_relaxed);
+  atomic_store_explicit(place_of(recency, in, session_of(&what)), at + 1, memory_order_relaxed);
 }
 
 static void sink(const qkv_recency *recency, order *in, uint32_t at) {
@@ -125,7 +135,7 @@ static void resize(order *in, uint32_t wanted) {
   in->places = places;
 }
 
-static int64_t time_of(const qkv_session *session, qkv_recency_list list) {
+static int64_t full_time_of(const qkv_session *session, qkv_recency_list list) {
   const int64_t used_ms = qkv_session_last_used_ms(session);
   if (list == QKV_RECENCY_AIMED) return atomic_load(&qkvi_working(session)->tiers.looked_ms);
   if (list == QKV_RECENCY_SUNK) return qkv_session_sunk_since_ms(session);
@@ -134,11 +144,17 @@ static int64_t time_of(const qkv_session *session, qkv_recency_list list) {
   return ttl < (uint64_t)(INT64_MAX - used_ms) ? used_ms + (int64_t)ttl : INT64_MAX;
 }
 
+static uint64_t time_of(const qkv_session *session, qkv_recency_list list) {
+  const int64_t time_ms = full_time_of(session, list);
+  if (time_ms < 0) return 0;
+  return (uint64_t)(time_ms < TIME_MAX ? time_ms : TIME_MAX) & TIME_MAX;
+}
+
 static void insert(const qkv_recency *recency, order *in, qkv_session *session) {
   resize(in, in->count + in->passed + 1);
   if (in->passed > 0) set(recency, in, in->count + in->passed, in->entries[in->count]);
   const qkv_recency_list list = (qkv_recency_list)(in - recency->lists);
-  set(recency, in, in->count, (entry){.time_ms = time_of(session, list), .session = session});
+  set(recency, in, in->count, (entry){.time_ms = time_of(session, list) & TIME_MAX, .session = number_of(session)});
   rise(recency, in, in->count++);
 }
 
@@ -148,7 +164,7 @@ static void fill(const qkv_recency *recency, order *in, uint32_t at) {
   if (at == in->count) return;
   set(recency, in, at, last);
   rise(recency, in, at);
-  sink(recency, in, atomic_load_explicit(place_of(recency, in, last.session), memory_order_relaxed) - 1);
+  sink(recency, in, atomic_load_explicit(place_of(recency, in, session_of(&last)), memory_order_relaxed) - 1);
 }
 
 static void take_out(const qkv_recency *recency, order *in, qkv_session *session) {
@@ -169,7 +185,7 @@ static void take_out(const qkv_recency *recency, order *in, qkv_session *session
 
 static void enter_locked(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {
   const _Atomic uint32_t *place = place_in(session, list);
-  if (session->standing.joined && place != NULL && atomic_load_explicit(place, memory_order_relaxed) == 0)
+  if (session->joined && place != NULL && atomic_load_explicit(place, memory_order_relaxed) == 0)
     insert(recency, &recency->lists[list], session);
 }
 
@@ -201,7 +217,7 @@ static bool belongs(const qkv_session *session, qkv_recency_list list) {
 void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
   const bool backed = session->kind->config.backing != NULL;
   lock(recency);
-  session->standing.joined = true;
+  session->joined = true;
   if (session->kind->config.evictable) {
     enter_locked(recency, QKV_RECENCY_EVICTABLE, session);
   } else if (backed) {
@@ -224,7 +240,7 @@ static void drop_locked(qkv_recency *recency, qkv_recency_list list, qkv_session
 
 void qkv_recency_leave(qkv_recency *recency, qkv_session *session) {
   lock(recency);
-  session->standing.joined = false;
+  session->joined = false;
   for (int i = 0; i < QKV_RECENCY_LISTS; i++) {
     order *in = &recency->lists[i];
     take_out(recency, in, session);
@@ -283,11 +299,11 @@ void qkv_recency_begin(qkv_recency *recency, qkv_recency_list list) {
 // False: the session at the top has nothing any more, or another time, and another one may be there now.
 static bool is_right(qkv_recency *recency, qkv_recency_list list) {
   order *in = &recency->lists[list];
-  qkv_session *session = in->entries[0].session;
-  const int64_t time_ms = time_of(session, list);
+  qkv_session *session = session_of(&in->entries[0]);
+  const uint64_t time_ms = time_of(session, list);
   const bool stays = belongs(session, list);
   if (stays && time_ms <= in->entries[0].time_ms) return true;
-  in->entries[0].time_ms = time_ms;
+  in->entries[0].time_ms = time_ms & TIME_MAX;
   if (stays) {
     sink(recency, in, 0);
   } else {
@@ -302,7 +318,7 @@ static qkv_session *pass_top(const qkv_recency *recency, order *in) {
   fill(recency, in, 0);
   in->passed++;
   set(recency, in, in->count, top);
-  return qkv_session_ref(top.session);
+  return qkv_session_ref(session_of(&top));
 }
 
 // False: the lock has been held for long enough.
@@ -329,9 +345,9 @@ qkv_session *qkv_recency_next(qkv_recency *recency, qkv_recency_list list) {
 static bool end_one(qkv_recency *recency, qkv_recency_list list) {
   order *in = &recency->lists[list];
   if (in->passed == 0) return false;
-  qkv_session *session = in->entries[in->count].session;
+  qkv_session *session = session_of(&in->entries[in->count]);
   if (belongs(session, list)) {
-    in->entries[in->count].time_ms = time_of(session, list);
+    in->entries[in->count].time_ms = time_of(session, list) & TIME_MAX;
     in->passed--;
     rise(recency, in, in->count++);
   } else {

@@ -48,7 +48,6 @@ typedef struct qkv_recency_places {
 typedef struct qkv_recency_standing {
   _Atomic uint32_t owned;  // in EVICTABLE or KEPT, whichever it is in for good
   _Atomic uint32_t expiring;
-  bool joined;  // the store has it; under the lock
 } qkv_recency_standing;
 
 qkv_recency *qkv_recency_create(void);

@@ -12,6 +12,7 @@
 #include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_share.h"
+#include "engine/cache/session_slots.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
 
@@ -231,10 +232,6 @@ static const char *text_of(const char *text) {
   return text == NULL ? "" : text;
 }
 
-static size_t session_bytes(const char *name) {
-  return offsetof(qkv_session, name) + strlen(name) + 1;
-}
-
 static size_t layers_bytes(const qkv_model *model) {
   return sizeof(session_layers) + model->layers * sizeof(locked_layer);
 }
@@ -258,8 +255,8 @@ uint64_t qkvi_session_layers_cost(const qkv_session *session) {
 }
 
 uint64_t qkv_session_fork_cost(const qkv_session_config *config, const qkv_model *model) {
-  return qkv_arena_cost(session_bytes(text_of(config->name))) + qkv_arena_cost(qkvi_working_bytes(model)) +
-         qkvi_session_kind_cost(config) + layers_cost(config, model);
+  return qkv_arena_cost(qkvi_session_bytes(strlen(text_of(config->name)), true)) +
+         qkv_arena_cost(qkvi_working_bytes(model)) + qkvi_session_kind_cost(config) + layers_cost(config, model);
 }
 
 static qkv_quality *create_quality(const qkv_session *session, uint32_t layer) {
@@ -285,25 +282,40 @@ static void init_lock(pthread_rwlock_t *lock) {
   (void)pthread_rwlockattr_destroy(&kind);
 }
 
+// Behind the name of a session that is salted.
+static void *salt_of(qkv_session *session) {
+  return (uint8_t *)session + qkvi_session_bytes_of(session) - sizeof(qkv_prefix_hash);
+}
+
+// Serials of sessions without a backing, whose number is the serial of others.
+#define OWN_SERIAL (UINT64_C(1) << 63)
+
 qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
                               qkv_session **out, qkv_error *error) {
   static _Atomic uint64_t serials;
   const char *name = text_of(config->name);
-  const uint64_t cost = qkv_arena_cost(session_bytes(name)) + qkv_arena_cost(qkvi_working_bytes(model));
   const qkvi_session_kind *kind = NULL;
-  QKV_TRY(qkv_arena_reserve_in(arena, config->headroom, cost, error));
-  const qkv_status status = qkvi_session_kind_get(config, model, arena, &kind, error);
+  QKV_TRY(qkvi_session_kind_get(config, model, arena, &kind, error));
+  const bool salted = !qkv_prefix_hash_equal(&config->root, &kind->root);
+  const size_t bytes = qkvi_session_bytes(strlen(name), salted);
+  const uint64_t cost = qkv_arena_cost(bytes) + qkv_arena_cost(qkvi_working_bytes(model));
+  const qkv_status status = qkv_arena_reserve_in(arena, config->headroom, cost, error);
   if (status != QKV_OK) {
-    qkv_arena_unreserve(arena, cost);
+    qkvi_session_kind_unref(&kind);
     return status;
   }
-  qkv_session *session = qkv_arena_alloc(arena, session_bytes(name));
+  uint8_t slot;
+  qkv_arena_spend(arena, bytes);
+  qkv_session *session = qkvi_session_slot_take(arena, bytes, &slot);
+  const uint64_t created = (uint64_t)now_ms(CLOCK_REALTIME);
   *session = (qkv_session){.kind = kind,
                            .id = config->id,
-                           .serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed),
-                           .root = config->root,
-                           .created_unix_ms = now_ms(CLOCK_REALTIME)};
+                           .created_low = (uint32_t)created,
+                           .created_high = (uint16_t)(created >> 32),
+                           .slot = slot,
+                           .salted = salted};
   memcpy(session->name, name, strlen(name) + 1);
+  if (salted) memcpy(salt_of(session), &config->root, sizeof config->root);
   if (qkv_account_of(arena) != NULL) (void)qkv_account_ref(qkv_account_of(arena));
   if (config->device != NULL) atomic_fetch_add_explicit(&config->device->sessions, 1, memory_order_relaxed);
   atomic_init(&session->references, 1);
@@ -312,11 +324,10 @@ qkv_status qkv_session_create(const qkv_session_config *config, const qkv_model 
   atomic_init(&session->staged, config->staged);
   atomic_init(&session->whole, config->whole);
   atomic_init(&session->ttl_ms, config->ttl_ms);
-  atomic_init(&session->truncations, 0);
-  atomic_init(&session->fold.record, 0);
-  atomic_init(&session->fold.cost, 0);
   atomic_init(&session->fold_wanted, false);
-  atomic_init(&session->working, qkvi_session_new_working(session));
+  session_working *working = qkvi_session_new_working(session);
+  working->serial = atomic_fetch_add_explicit(&serials, 1, memory_order_relaxed) | OWN_SERIAL;
+  atomic_init(&session->state, (uintptr_t)working);
   if (model->learner != NULL && config->policy.learn)
     qkv_learner_note_kind(model->learner, &config->policy, (int)config->purpose);
   *out = session;
@@ -438,7 +449,7 @@ void qkvi_session_free_working(qkv_session *session, session_working *working) {
 uint64_t qkv_session_fixed_bytes(qkv_session *session) {
   const uint64_t working = qkvi_working(session) != NULL ? qkvi_session_working_cost(session->kind) : 0;
   const uint64_t layers = qkvi_session_has_layers(session) ? qkvi_session_layers_cost(session) : 0;
-  return qkv_arena_cost(session_bytes(session->name)) + working + layers;
+  return qkv_arena_cost(qkvi_session_bytes_of(session)) + working + layers;
 }
 
 // ---- References ----
@@ -459,14 +470,19 @@ void qkv_session_unref(qkv_session **session) {
   if (before > 1) return;
   qkv_session_close_tokens(left);
   session_working *working = qkvi_working(left);
-  if (working != NULL) qkvi_session_free_working(left, working);
-  if (qkv_session_is_folded(left)) qkvi_session_count_folded(left, -1);
-  qkvi_session_drop_kept_codings(left);
+  if (working != NULL) {
+    qkvi_session_free_working(left, working);
+  } else {
+    qkvi_session_count_folded(left, -1);
+    qkvi_session_drop_kept_codings(atomic_load(&left->state));
+  }
   const qkvi_session_kind *kind = left->kind;
   qkv_device *device = kind->config.device;
   if (device != NULL) atomic_fetch_sub_explicit(&device->sessions, 1, memory_order_relaxed);
   qkv_account *account = qkv_account_of(kind->arena);
-  qkv_arena_free(kind->arena, left, session_bytes(left->name));
+  const size_t bytes = qkvi_session_bytes_of(left);
+  qkv_arena_unspend(kind->arena, bytes);
+  qkvi_session_slot_give(left, bytes, left->slot);
   qkvi_session_kind_unref(&kind);
   qkv_account_unref(&account);
 }
@@ -485,20 +501,28 @@ qkv_session_tokens *qkv_session_tokens_of(qkv_session *session) {
   return working == NULL ? NULL : &working->tokens;
 }
 
+// Whoever compares two has a reference meanwhile, so the session is not folded in between.
 uint64_t qkv_session_truncations(const qkv_session *session) {
-  return atomic_load(&session->truncations);
+  const session_working *working = qkvi_working(session);
+  return working == NULL ? 0 : atomic_load(&working->truncations);
 }
 
 uint64_t qkv_session_id(const qkv_session *session) {
   return session->id;
 }
 
-const qkv_prefix_hash *qkv_session_root(const qkv_session *session) {
-  return &session->root;
+qkv_prefix_hash qkv_session_root(const qkv_session *session) {
+  qkv_prefix_hash root = session->kind->root;
+  if (session->salted) memcpy(&root, salt_of((qkv_session *)session), sizeof root);
+  return root;
 }
 
 uint64_t qkv_session_serial(const qkv_session *session) {
-  return session->serial;
+  return session->kind->config.backing != NULL ? session->id : qkvi_working(session)->serial;
+}
+
+uint32_t qkv_session_number(const qkv_session *session) {
+  return qkvi_session_slot_number(session, qkvi_session_bytes_of(session), session->slot);
 }
 
 const char *qkv_session_name(const qkv_session *session) {
@@ -634,13 +658,14 @@ void qkvi_session_note_shared(qkv_session *session) {
 
 // All of it is on the tier, and nothing else takes memory.
 static void read_folded(const qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
-  for (uint32_t i = 0; i < session->kind->model->layers && lengths != NULL; i++) lengths[i] = session->fold.length;
+  for (uint32_t i = 0; i < session->kind->model->layers && lengths != NULL; i++) lengths[i] = session->folded_length;
   info->usage.tokens_coded = info->usage.tokens_cold = qkv_session_tokens_cold(session);
   info->usage.bytes_stored = qkv_session_bytes_stored(session);
 }
 
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
-  const int64_t used_unix_ms = now_ms(CLOCK_REALTIME) - idle_ms(session), created = session->created_unix_ms;
+  const int64_t used_unix_ms = now_ms(CLOCK_REALTIME) - idle_ms(session),
+                created = (int64_t)session->created_high << 32 | session->created_low;
   *info = (qkv_session_info){.config = session->kind->config,
                              .model = session->kind->model,
                              .created_unix_ms = created,
@@ -648,7 +673,7 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
                              .last_used_ms = atomic_load_explicit(&session->last_used_ms, memory_order_relaxed)};
   info->config.name = session->name;
   info->config.id = session->id;
-  info->config.root = session->root;
+  info->config.root = qkv_session_root(session);
   info->config.ttl_ms = atomic_load_explicit(&session->ttl_ms, memory_order_relaxed);
   info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
   info->config.staged = qkv_session_is_staged(session);

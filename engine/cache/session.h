@@ -12,7 +12,7 @@
 //
 // Memory: an open session takes less than 1 KiB (of 32 layers). With its first use it gets its layers' locks and
 // tables, about 600 bytes a layer, and with a quality contract the queries that it is held by (qkv_quality_bytes a
-// layer). Folded (session_fold.h) it takes its name and less than 200 bytes. All of it is the arena's like the rows;
+// layer). Folded (session_fold.h) it takes its name and some 100 bytes. All of it is the arena's like the rows;
 // usage counts the rows alone. What sessions have alike is in one object for all of them (session_kind.h).
 #ifndef QKV_ENGINE_CACHE_SESSION_H
 #define QKV_ENGINE_CACHE_SESSION_H
@@ -91,14 +91,14 @@ qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *confi
                             qkv_session **out, qkv_error *error);
 
 const qkv_model *qkv_session_model(const qkv_session *session);
-// How often it has been truncated.
+// How often it has been truncated, for comparing while a reference is held: folding begins anew.
 uint64_t qkv_session_truncations(const qkv_session *session);
 const char *qkv_session_name(const qkv_session *session);
 uint64_t qkv_session_id(const qkv_session *session);  // as the backing knows it
 // Its config, resolved, but for what is each session's own, which is 0 here, `name` NULL: name, id, root, ttl_ms,
 // pinned, staged, whole. qkv_session_read_info has all.
 const qkv_session_config *qkv_session_config_of(const qkv_session *session);
-const qkv_prefix_hash *qkv_session_root(const qkv_session *session);  // of its tenant, model and salt
+qkv_prefix_hash qkv_session_root(const qkv_session *session);  // of its tenant, model and salt
 // Its token ids; alive while a reference is held. Where it is folded (session_fold.h) this makes its layers first;
 // NULL where that fails.
 qkv_session_tokens *qkv_session_tokens_of(qkv_session *session);
@@ -106,7 +106,8 @@ qkv_session_tokens *qkv_session_tokens_of(qkv_session *session);
 void qkv_session_close_tokens(qkv_session *session);
 // Its tenant's account; NULL: none. Alive as long as the session.
 qkv_account *qkv_session_account(const qkv_session *session);
-// Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile.
+// Unique in the process: tells a session from a later one of its name, where no reference is held meanwhile. Of a
+// session with a backing its id.
 uint64_t qkv_session_serial(const qkv_session *session);
 
 // Counts as a use of the session.

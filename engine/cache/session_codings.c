@@ -137,33 +137,54 @@ void qkvi_working_drop_codings(session_working *working) {
 
 // ---- Of a folded session ----
 
-static qkv_coding **kept_of(const session_fold *fold) {
-  return fold->coding_count == 1 ? (qkv_coding **)&fold->codings.one : fold->codings.list;
+// `*one` gets the coding where there is one.
+static qkv_coding *const *kept_in(uintptr_t state, qkv_coding **one, size_t *count) {
+  const uintptr_t address = state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_CODINGS);
+  *count = address != 0;
+  *one = (qkv_coding *)address;
+  if ((state & QKVI_FOLD_CODINGS) == 0 || address == 0) return one;
+  const session_codings *all = (const session_codings *)address;
+  *count = all->count;
+  return all->of;
 }
 
-void qkvi_session_keep_codings(qkv_session *session, const session_working *working) {
-  session_fold *fold = &session->fold;
+static uintptr_t keep(const session_working *working, const bool *used, size_t count) {
+  session_codings *all = malloc(sizeof *all + count * sizeof *all->of);
+  if (all == NULL) abort();
+  all->count = 0;
+  for (size_t i = 0; i < working->coding_count; i++) {
+    if (used[i]) all->of[all->count++] = qkv_coding_ref(working->codings[i]);
+  }
+  if (all->count > 1) return (uintptr_t)all | QKVI_FOLD_CODINGS | QKVI_FOLDED;
+  const uintptr_t one = all->count == 1 ? (uintptr_t)all->of[0] : 0;
+  free(all);
+  return one | QKVI_FOLDED;
+}
+
+uintptr_t qkvi_session_keep_codings(const qkv_session *session, const session_working *working) {
   bool *used = calloc(working->coding_count + 1, sizeof *used);
   if (used == NULL) abort();
   for (uint32_t i = 0; i < session->kind->model->layers; i++)
     mark_ranges(working, &atomic_load(&working->made)->at[i].layer, used);
-  fold->coding_count = 0;
-  for (size_t i = 0; i < working->coding_count; i++) fold->coding_count += used[i];
-  if (fold->coding_count > 1) fold->codings.list = calloc(fold->coding_count, sizeof *fold->codings.list);
-  if (fold->coding_count > 1 && fold->codings.list == NULL) abort();
-  for (size_t i = 0, at = 0; i < working->coding_count; i++) {
-    if (used[i]) kept_of(fold)[at++] = qkv_coding_ref(working->codings[i]);
-  }
+  const uintptr_t state = keep(working, used, working->coding_count);
   free(used);
+  return state;
 }
 
-void qkvi_session_take_codings(const qkv_session *session, session_working *working) {
-  for (uint32_t i = 0; i < session->fold.coding_count; i++) add(working, qkv_coding_ref(kept_of(&session->fold)[i]));
+void qkvi_session_take_codings(uintptr_t state, session_working *working) {
+  qkv_coding *one;
+  size_t count;
+  qkv_coding *const *kept = kept_in(state, &one, &count);
+  for (size_t i = 0; i < count; i++) add(working, qkv_coding_ref(kept[i]));
 }
 
-void qkvi_session_drop_kept_codings(qkv_session *session) {
-  session_fold *fold = &session->fold;
-  for (uint32_t i = 0; i < fold->coding_count; i++) qkv_coding_unref(&kept_of(fold)[i]);
-  if (fold->coding_count > 1) free((void *)fold->codings.list);
-  fold->coding_count = 0;
+void qkvi_session_drop_kept_codings(uintptr_t state) {
+  qkv_coding *one;
+  size_t count;
+  qkv_coding *const *kept = kept_in(state, &one, &count);
+  for (size_t i = 0; i < count; i++) {
+    qkv_coding *left = kept[i];
+    qkv_coding_unref(&left);
+  }
+  if ((state & QKVI_FOLD_CODINGS) != 0) free((void *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_CODINGS)));
 }

@@ -13,7 +13,7 @@
 
 #define FOLD_MAGIC UINT64_C(0x444c4f46564b51)  // "QKVFOLD\0"
 
-enum { FOLD_VERSION = 1, LOST = 1 << 0, TAKEN = 1 << 1 };
+enum { FOLD_VERSION = 1, STORED_BITS = 40, LOST = 1 << 0, TAKEN = 1 << 1 };
 
 // The layout is drawn in session_fold.h.
 typedef struct fold_header {
@@ -36,11 +36,14 @@ typedef struct fold_page {
 _Static_assert(sizeof(fold_header) == 40 && sizeof(fold_layer) == 40 && sizeof(fold_page) == 24, "no padding");
 
 bool qkv_session_is_folded(const qkv_session *session) {
-  return atomic_load(&session->fold.record) != 0;
+  return (atomic_load(&session->state) & QKVI_FOLDED) != 0;
 }
 
+// With ids for all of its positions.
 uint64_t qkv_session_unfold_cost(const qkv_session *session) {
-  return qkv_session_is_folded(session) ? (uint64_t)atomic_load(&session->fold.cost) * QKV_ARENA_ALIGN : 0;
+  if (!qkv_session_is_folded(session)) return 0;
+  return qkvi_session_working_cost(session->kind) + qkvi_session_layers_cost(session) +
+         (session->folded_ids ? qkv_session_tokens_cost_most(session->folded_length) : 0);
 }
 
 bool qkv_session_may_fold(const qkv_session *session) {
@@ -85,9 +88,9 @@ static bool layer_can_fold(const qkv_layer *layer, uint64_t length) {
   return true;
 }
 
-static bool can_fold(const qkv_session *session, const session_layers *layers) {
+static bool can_fold(const qkv_session *session, const session_layers *layers, uint64_t length) {
   for (uint32_t i = 0; i < session->kind->model->layers; i++) {
-    if (!layer_can_fold(&layers->at[i].layer, session->fold.length)) return false;
+    if (!layer_can_fold(&layers->at[i].layer, length)) return false;
   }
   return true;
 }
@@ -121,7 +124,7 @@ static uint8_t *pack(const qkv_session *session, session_working *working, uint6
   const fold_header header = {.magic = FOLD_MAGIC,
                               .version = FOLD_VERSION,
                               .layers = count,
-                              .length = session->fold.length,
+                              .length = session->folded_length,
                               .tokens = qkv_session_tokens_length(&working->tokens),
                               .bytes = *bytes};
   at = put(at, &header, sizeof header);
@@ -146,10 +149,10 @@ static uint64_t count_pages(const qkv_session *session, const session_layers *la
 void qkvi_session_count_folded(const qkv_session *session, int sign) {
   const uint64_t by = sign > 0 ? 1 : UINT64_MAX;
   qkv_account *account = qkv_account_of(session->kind->arena);
-  (sign > 0 ? qkv_account_add_ssd : qkv_account_drop_ssd)(account, session->fold.stored);
+  (sign > 0 ? qkv_account_add_ssd : qkv_account_drop_ssd)(account, qkvi_session_stored(session));
   if (session->kind->config.recency != NULL)
     qkv_recency_add_sums(session->kind->config.recency,
-                         &(qkv_recency_sums){.folded = by, .folded_pages = by * session->fold.pages});
+                         &(qkv_recency_sums){.folded = by, .folded_pages = by * session->folded_pages});
 }
 
 static bool ends_at(const qkv_session *session, const session_layers *layers, uint64_t length) {
@@ -159,70 +162,61 @@ static bool ends_at(const qkv_session *session, const session_layers *layers, ui
   return true;
 }
 
-// No other thread has the session: its place in the index is taken without the locks that it is guarded by otherwise.
-static session_working *take_working(qkv_session *session, uint64_t length) {
+// No other thread has the session: what it has of token ids is taken without the locks that guard it otherwise.
+static session_working *take_working(qkv_session *session, uint64_t length, uint64_t stored) {
   session_working *working = qkvi_working(session);
-  session->fold.length = length;
-  session->fold.stored = atomic_load(&working->bytes_stored);
-  session->fold.holder = working->tokens.holder;
+  session->folded_length = (uint32_t)length;
+  session->folded_stored = (uint32_t)stored;
+  session->folded_stored_high = (uint8_t)(stored >> 32);
+  session->folded_ids = working->tokens.length > 0;
+  session->folded_holder = working->tokens.holder;
   working->tokens.holder = 0;
   atomic_store(&session->fold_wanted, false);
-  atomic_store(&session->fold.record, QKVI_FOLDING);
   qkv_recency_withdraw(session->kind->config.recency, session);
-  atomic_store(&session->working, NULL);
+  atomic_store(&session->state, QKVI_FOLDING);
   return working;
 }
 
 bool qkvi_session_fold_begin(qkv_session *session, uint32_t references, session_working **working) {
   if (!qkv_session_may_fold(session) || !qkvi_session_try_making(session)) return false;
   const session_layers *made = atomic_load(&qkvi_working(session)->made);
-  const uint64_t length = made->at[0].layer.length;
+  const uint64_t length = made->at[0].layer.length, stored = atomic_load(&qkvi_working(session)->bytes_stored);
   // What other threads did before they released their references happens before.
   if (atomic_load_explicit(&session->references, memory_order_acquire) != references ||
-      !ends_at(session, made, length)) {
+      !ends_at(session, made, length) || length > UINT32_MAX || stored >> STORED_BITS != 0) {
     qkvi_session_unlock_making(session);
     return false;
   }
-  *working = take_working(session, length);
+  *working = take_working(session, length, stored);
   return true;
 }
 
-// The number of the record; 0: it is not folded.
-static uint64_t write_record(qkv_session *session, session_working *working) {
+static bool write_record(qkv_session *session, session_working *working) {
   const qkv_backing *backing = session->kind->config.backing;
   const session_layers *layers = atomic_load(&working->made);
   uint64_t bytes;
-  if (session->detached || !can_fold(session, layers)) return 0;
+  if (session->detached || !can_fold(session, layers, session->folded_length)) return false;
   const uint64_t pages = count_pages(session, layers);
-  const uint64_t cost = qkvi_session_working_cost(session->kind) + qkvi_session_layers_cost(session) +
-                        qkv_session_tokens_held_cost(&working->tokens);
+  if (pages > UINT32_MAX) return false;
+  session->folded_pages = (uint32_t)pages;
   uint8_t *packed = pack(session, working, &bytes);
-  uint64_t record = 0;
-  if (bytes <= UINT32_MAX && pages <= UINT32_MAX && cost / QKV_ARENA_ALIGN <= UINT32_MAX) {
-    session->fold.bytes = (uint32_t)bytes;
-    session->fold.pages = (uint32_t)pages;
-    atomic_store(&session->fold.cost, (uint32_t)(cost / QKV_ARENA_ALIGN));
-    record = backing->put_fold(backing->context, session->id, packed, bytes, &session->fold_wanted);
-  }
+  const uint64_t record = backing->put_fold(backing->context, session->id, packed, bytes, &session->fold_wanted);
   free(packed);
-  return record;
+  return record != 0;
 }
 
 bool qkvi_session_fold_end(qkv_session *session, session_working *working) {
-  const uint64_t record = write_record(session, working);
-  if (record == 0) {
+  const bool written = write_record(session, working);
+  if (written) {
+    qkvi_session_count_folded(session, 1);
+    atomic_store(&session->state, qkvi_session_keep_codings(session, working));
+    qkvi_session_free_working(session, working);
+  } else {
     qkvi_session_set_working(session, working);
-    atomic_store(&session->fold.record, 0);
-    qkvi_session_unlock_making(session);
-    qkv_recency_note(session->kind->config.recency, QKV_RECENCY_SUNK, session);
-    return false;
   }
-  qkvi_session_keep_codings(session, working);
-  qkvi_session_count_folded(session, 1);
-  atomic_store(&session->fold.record, record);
-  qkvi_session_free_working(session, working);
   qkvi_session_unlock_making(session);
-  return true;
+  if (!written) qkv_recency_note(session->kind->config.recency, QKV_RECENCY_SUNK, session);
+  return written;
 }
 
 // ---- Unfolding ----
@@ -285,7 +279,7 @@ static bool is_right(folded *all, uint64_t *tokens) {
   if (all->count < sizeof all->header) return false;
   memcpy(&all->header, all->bytes, sizeof all->header);
   if (all->header.magic != FOLD_MAGIC || all->header.version != FOLD_VERSION || all->header.bytes != all->count ||
-      all->header.layers != all->session->kind->model->layers || all->header.length != all->session->fold.length ||
+      all->header.layers != all->session->kind->model->layers || all->header.length != all->session->folded_length ||
       all->header.layers * sizeof(fold_layer) > all->count - sizeof all->header || !pages_are_right(all, &pages))
     return false;
   *tokens = sizeof all->header + all->header.layers * sizeof(fold_layer) + pages * sizeof(fold_page);
@@ -320,15 +314,12 @@ static void unfold_layers(qkv_session *session, const folded *all, uint64_t toke
 }
 
 // A buffer that the caller frees; NULL, with *error filled.
-static uint8_t *read_record(const qkv_session *session, uint64_t record, qkv_error *error) {
+static uint8_t *read_record(const qkv_session *session, uint64_t *record, uint64_t *count, qkv_error *error) {
   const qkv_backing *backing = session->kind->config.backing;
-  uint8_t *bytes = malloc(session->fold.bytes);
-  if (bytes == NULL) abort();
+  uint8_t *bytes = NULL;
   qkv_error reason = {0};
-  const qkv_status status =
-      backing->read_fold(backing->context, session->id, record, bytes, session->fold.bytes, &reason);
+  const qkv_status status = backing->read_fold(backing->context, session->id, record, &bytes, count, &reason);
   if (status == QKV_OK) return bytes;
-  free(bytes);
   (void)qkv_fail(
       error, status == QKV_NOT_FOUND ? QKV_DATA_LOSS : status, "session %s: its folded layers %s%s", session->name,
       status == QKV_NOT_FOUND ? "are gone" : "cannot be read: ", status == QKV_NOT_FOUND ? "" : reason.text);
@@ -356,7 +347,7 @@ static void publish_all(const qkv_session *session, session_working *working) {
 // The pages of the record become those of all->working, which has no codings yet.
 static qkv_status unfold_record(qkv_session *session, folded *all, qkv_error *error) {
   uint64_t tokens = 0;
-  qkvi_session_take_codings(session, all->working);
+  qkvi_session_take_codings(atomic_load(&session->state), all->working);
   if (!is_right(all, &tokens))
     return qkv_fail(error, QKV_DATA_LOSS, "session %s: its folded layers are damaged", session->name);
   unfold_layers(session, all, tokens);
@@ -365,32 +356,32 @@ static qkv_status unfold_record(qkv_session *session, folded *all, qkv_error *er
 }
 
 qkv_status qkvi_session_unfold_locked(qkv_session *session, uint64_t *headroom, qkv_error *error) {
-  const uint64_t record = atomic_load(&session->fold.record), cost = qkv_session_unfold_cost(session);
+  const uint64_t cost = qkv_session_unfold_cost(session);
   const qkv_backing *backing = session->kind->config.backing;
+  qkv_arena *arena = session->kind->arena;
+  uint64_t record = 0, count = 0, spent = qkvi_session_working_cost(session->kind);
   if (session->detached) return qkv_fail(error, QKV_NOT_FOUND, "session %s has been closed", session->name);
-  uint8_t *bytes = read_record(session, record, error);
+  uint8_t *bytes = read_record(session, &record, &count, error);
   if (bytes == NULL) return error == NULL ? QKV_DATA_LOSS : error->status;
-  qkv_status status = qkv_arena_reserve_in(session->kind->arena, headroom, cost, error);
+  qkv_status status = qkv_arena_reserve_in(arena, headroom, cost, error);
   if (status == QKV_OK) {
-    folded all = {.session = session,
-                  .working = qkvi_session_new_working(session),
-                  .bytes = bytes,
-                  .count = session->fold.bytes};
+    const uintptr_t kept = atomic_load(&session->state);
+    folded all = {.session = session, .working = qkvi_session_new_working(session), .bytes = bytes, .count = count};
     status = unfold_record(session, &all, error);
     if (status == QKV_OK) {
+      spent += qkvi_session_layers_cost(session) + qkv_session_tokens_held_cost(&all.working->tokens);
       qkvi_session_count_folded(session, -1);
-      qkvi_session_drop_kept_codings(session);
       qkvi_session_set_working(session, all.working);
+      qkvi_session_drop_kept_codings(kept);
     } else {
       qkvi_session_free_working(session, all.working);
-      qkv_arena_unreserve(session->kind->arena, cost - qkvi_session_working_cost(session->kind));
     }
+    qkv_arena_unreserve(arena, cost - spent);
   }
   free(bytes);
   if (status != QKV_OK) return status;
   if (session->kind->config.recency != NULL)
     qkv_recency_add_sums(session->kind->config.recency, &(qkv_recency_sums){.unfolded = 1});
-  atomic_store(&session->fold.record, 0);
   backing->drop(backing->context, record);
   return QKV_OK;
 }

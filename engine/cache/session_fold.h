@@ -3,7 +3,7 @@
 // A session is folded while it is not in use: all of its rows are in durable pages on the tier, no other session
 // shares them, and it has no quality contract. Its layers, with their tables of pages and averages of attention, its
 // token ids and the rest of its working state (session_state.h) are freed; what is needed to make them again is one
-// record of the tier (backing.h). The session itself stays in the store: its name and less than 200 bytes, which have
+// record of the tier (backing.h). The session itself stays in the store: its name and some 100 bytes, which have
 // its place in the index of prefixes and in the order of use, and what its info is read from. The first use that
 // needs a layer or a token id makes the rest again, with averages of attention that begin at 0, and drops the record.
 // The record counts in this process alone: the next one finds the session by its pages.
@@ -40,7 +40,7 @@
 
 // Whether the next use that needs its layers reads the tier.
 bool qkv_session_is_folded(const qkv_session *session);
-// Bytes of the arena that making its layers again takes; 0: it is not folded.
+// Bytes of the arena that making its layers again takes at the most; 0: it is not folded.
 uint64_t qkv_session_unfold_cost(const qkv_session *session);
 // Makes them, within a reservation (arena.h) or NULL. Nothing where it is not folded. DATA_LOSS: the record is
 // damaged (the next start finds the session by its pages); NOT_FOUND: the session has been closed; RESOURCE_EXHAUSTED

@@ -42,7 +42,7 @@ qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *confi
   const bool is_new = qkvi_session_is_new(parent);
   if (!is_new) QKV_TRY(qkvi_session_make_layers(parent, NULL, error));
   qkv_session_config own = *config;
-  own.root = parent->root;
+  own.root = qkv_session_root(parent);
   QKV_TRY(qkv_session_create(&own, parent->kind->model, parent->kind->arena, out, error));
   if (is_new) return QKV_OK;
   const qkv_status status = qkvi_session_make_layers(*out, config->headroom, error);
@@ -51,7 +51,7 @@ qkv_status qkv_session_fork(qkv_session *parent, const qkv_session_config *confi
     return status;
   }
   qkvi_session_lock_making(parent);
-  if (atomic_load(&parent->truncations) != config->parent_truncations) {
+  if (qkv_session_truncations(parent) != config->parent_truncations) {
     qkvi_session_unlock_making(parent);
     qkv_session_close_tokens(*out);
     qkv_session_unref(out);

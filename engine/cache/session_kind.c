@@ -64,6 +64,7 @@ static entry *create(const qkv_session_config *config, const qkv_model *model, q
   qkv_session_config *own = &made->kind.config;
   own->tenant = memcpy(made->tenant, text_of(config->tenant), strlen(text_of(config->tenant)) + 1);
   own->name = NULL;
+  made->kind.root = qkv_prefix_root(own->tenant, model->name, NULL, 0);
   own->id = own->ttl_ms = own->whole = own->parent_truncations = 0;
   own->pinned = own->staged = false;
   own->root = (qkv_prefix_hash){0};

@@ -13,6 +13,7 @@ typedef struct qkvi_session_kind {
   qkv_session_config config;  // name NULL; id, root, ttl_ms, pinned, staged, whole, parent_truncations, headroom zero
   const qkv_model *model;
   qkv_arena *arena;
+  qkv_prefix_hash root;  // of its tenant and model, without a salt
 } qkvi_session_kind;
 
 // With a reference in *out. `config` is copied, with its tenant; the model and the arena outlive the kind. One that

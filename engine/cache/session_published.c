@@ -20,13 +20,14 @@ uint64_t qkv_session_bytes_kept(const qkv_session *session) {
 
 uint64_t qkv_session_bytes_stored(const qkv_session *session) {
   const session_working *working = qkvi_working(session);
-  return working == NULL ? session->fold.stored : atomic_load_explicit(&working->bytes_stored, memory_order_relaxed);
+  return working == NULL ? qkvi_session_stored(session)
+                         : atomic_load_explicit(&working->bytes_stored, memory_order_relaxed);
 }
 
 uint64_t qkv_session_tokens_cold(const qkv_session *session) {
   const session_working *working = qkvi_working(session);
   if (working == NULL)  // all of them
-    return (session->fold.length - session->kind->config.first_position) * session->kind->model->layers;
+    return (session->folded_length - session->kind->config.first_position) * session->kind->model->layers;
   return atomic_load_explicit(&working->tokens_cold, memory_order_relaxed);
 }
 
@@ -39,7 +40,7 @@ uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes)
   *bytes = 0;
   if (is_folded(session)) {  // layers differ little
     *bytes = qkv_session_bytes_stored(session) / session->kind->model->layers;
-    return session->fold.length - session->kind->config.first_position;
+    return session->folded_length - session->kind->config.first_position;
   }
   if (!qkvi_session_has_layers(session)) return 0;
   qkvi_session_lock_info(layer_at(session, layer));
@@ -50,7 +51,7 @@ uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes)
 }
 
 uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
-  if (is_folded(session)) return session->fold.length;
+  if (is_folded(session)) return session->folded_length;
   if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
   qkvi_session_lock_info(layer_at(session, layer));
   const uint64_t length = layer_at(session, layer)->length;
@@ -73,7 +74,7 @@ bool qkvi_session_unsettled(qkv_session *session, uint32_t layer) {
 
 uint64_t qkv_session_length(qkv_session *session) {
   uint64_t length = UINT64_MAX;
-  if (is_folded(session)) return session->fold.length;
+  if (is_folded(session)) return session->folded_length;
   if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
   for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     locked_layer *layer = layer_at(session, i);
@@ -87,7 +88,7 @@ uint64_t qkv_session_length(qkv_session *session) {
 void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {
   const bool folded = is_folded(session);
   for (uint32_t i = 0; i < session->kind->model->layers; i++) {
-    durable[i] = folded ? session->fold.length : session->kind->config.first_position;
+    durable[i] = folded ? session->folded_length : session->kind->config.first_position;
     if (folded || !qkvi_session_has_layers(session)) continue;
     qkvi_session_lock_info(layer_at(session, i));
     durable[i] = layer_at(session, i)->durable;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "engine/cache/session_fold.h"
+#include "engine/cache/session_slots.h"
 
 enum { PAGE = QKV_PREFIX_PAGE, HOLDERS_MAX = 4 };
 static_assert(QKV_PREFIX_PAGE == QKV_PAGE_TOKENS, "pages of ids are pages of rows");
@@ -23,8 +24,8 @@ struct qkvi_page_offers {
 
 // ---- Who holds them ----
 
-static void take_reference(void *owner) {
-  (void)qkv_session_ref(owner);
+static void take_reference(uint32_t owner) {
+  (void)qkv_session_ref(qkv_session_of(owner));
 }
 
 static bool codes_alike(const qkv_session *a, const qkv_session *b) {
@@ -42,7 +43,7 @@ static qkv_session *find_holder(qkv_session *session, uint64_t first, const qkv_
   const size_t found_count =
       qkv_prefix_index_match_pages(index, first, hashes, count, take_reference, found, HOLDERS_MAX);
   for (size_t i = 0; i < found_count; i++) {
-    qkv_session *candidate = found[i].owner;
+    qkv_session *candidate = qkv_session_of(found[i].owner);
     if (holder == NULL && candidate != session && codes_alike(session, candidate)) {
       holder = candidate;
       *end = found[i].pages;

@@ -5,6 +5,8 @@
 #include <assert.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <string.h>
 
 #include "engine/cache/session.h"
 #include "engine/cache/session_kind.h"
@@ -61,57 +63,75 @@ typedef struct session_working {
   qkv_recency_places places;      // in the lists of what is in memory
   session_tiers tiers;
   qkv_session_tokens tokens;
+  uint64_t serial;               // of a session without a backing
+  _Atomic uint32_t truncations;  // since it was folded, while threads have references
   _Atomic(session_layers *) made;
   _Atomic uint16_t pins[];  // [model->layers]
 } session_working;
 
-// What is known of a session that is folded. `length` and `stored` are written while no other thread has the session,
-// the others by the thread that makes its layers, or takes them away.
-typedef struct session_fold {
-  _Atomic uint64_t record;  // 0: it is not folded; QKVI_FOLDING: the record is being written
-  uint64_t length;          // the next position of every layer
-  uint64_t stored;          // bytes of all pages on the tier
-  _Atomic uint32_t cost;    // of QKV_ARENA_ALIGN bytes of the arena, that unfolding takes
-  uint32_t bytes;           // of the record
-  uint32_t pages;
-  qkv_prefix_holder holder;  // its place in the index of prefixes, with the lock of session_working.c
-  uint32_t coding_count;
-  union {
-    qkv_coding *one;    // coding_count is 1
-    qkv_coding **list;  // it is more
-  } codings;            // a reference each
-} session_fold;
-#define QKVI_FOLDING UINT64_MAX
+// How the pages of a folded session are coded, by more than one coding: a reference each.
+typedef struct session_codings {
+  size_t count;
+  qkv_coding *of[];
+} session_codings;
 
-// All that a folded session takes of memory, but for its places in tables: fields are ordered by size.
+// All that a folded session takes of memory, but for its places in tables and, behind its name, its root: fields are
+// ordered by size. What is `folded_...` is of a session that is folded, and written while no other thread has the
+// session; `holder`, with the lock of session_working.c, likewise. One whose numbers are too large for the fields is
+// not folded.
 struct qkv_session {
+  // Its working state; or, with the lowest bit set, it is folded: QKVI_FOLDING, the record is being written; else its
+  // pages' coding, or, with QKVI_FOLD_CODINGS, session_codings.
+  _Atomic uintptr_t state;
   const qkvi_session_kind *kind;
-  _Atomic(session_working *) working;  // NULL: it is folded
-  uint64_t id, serial;
-  qkv_prefix_hash root;
-  int64_t created_unix_ms;
+  uint64_t id;
   _Atomic int64_t last_used_ms;
   _Atomic uint64_t ttl_ms;
   _Atomic uint64_t whole;
-  session_fold fold;
+  uint32_t folded_length;           // the next position of every layer
+  uint32_t folded_pages;            // of all layers
+  uint32_t folded_stored;           // bytes of all pages on the tier, the lower bits
+  qkv_prefix_holder folded_holder;  // its place in the index of prefixes
   _Atomic uint32_t references;
-  _Atomic uint32_t truncations;
   qkv_recency_standing standing;
+  uint32_t created_low;  // unix, ms
+  uint16_t created_high;
+  uint8_t folded_stored_high;
+  bool folded_ids;      // it has token ids, or hashes of them
+  uint8_t slot;         // session_slots.h
+  bool salted;          // its root is not its kind's
   _Atomic bool pinned;  // by the owner
   _Atomic bool staged;
   _Atomic bool fold_wanted;  // a thread waits for the layers while they are being folded
   bool detached;             // from the backing, while there were no layers
   bool closed;               // it has no place in the index of prefixes any more; with the lock of session_working.c
   bool making;               // qkvi_session_lock_making
+  bool joined;               // the store has it; with the lock of recency.c
   char name[];
 };
+enum { QKVI_FOLDED = 1, QKVI_FOLDING = 1, QKVI_FOLD_CODINGS = 2 };
+
+static inline size_t qkvi_session_bytes(size_t name, bool salted) {
+  const size_t bytes = offsetof(qkv_session, name) + name + 1, aligned = (bytes + 7) / 8 * 8;
+  return salted ? aligned + sizeof(qkv_prefix_hash) : bytes;
+}
+
+static inline size_t qkvi_session_bytes_of(const qkv_session *session) {
+  return qkvi_session_bytes(strlen(session->name), session->salted);
+}
+
+static inline uint64_t qkvi_session_stored(const qkv_session *session) {
+  return (uint64_t)session->folded_stored_high << 32 | session->folded_stored;
+}
 
 static inline size_t qkvi_working_bytes(const qkv_model *model) {
   return sizeof(session_working) + model->layers * sizeof(_Atomic uint16_t);
 }
 
+// NULL: it is folded.
 static inline session_working *qkvi_working(const qkv_session *session) {
-  return atomic_load_explicit(&session->working, memory_order_acquire);
+  const uintptr_t state = atomic_load_explicit(&session->state, memory_order_acquire);
+  return (session_working *)(state & ((state & QKVI_FOLDED) - 1));  // all bits, or none
 }
 
 // A layer of a session that has them.
@@ -178,10 +198,10 @@ bool qkvi_session_coder_is_old(const qkv_session *session, uint32_t layer);
 void qkvi_session_renew_coder(qkv_session *session, uint32_t layer);
 void qkvi_session_drop_unused(qkv_session *session);
 void qkvi_working_drop_codings(session_working *working);
-// Of a session that is folded: those that its pages are coded by are kept; they are the working state's again; and
-// are given up.
-void qkvi_session_keep_codings(qkv_session *session, const session_working *working);
-void qkvi_session_take_codings(const qkv_session *session, session_working *working);
-void qkvi_session_drop_kept_codings(qkv_session *session);
+// Of a session that is folded: those that its pages are coded by are kept, in the `state` that is returned; they are
+// the working state's, too; and are given up.
+uintptr_t qkvi_session_keep_codings(const qkv_session *session, const session_working *working);
+void qkvi_session_take_codings(uintptr_t state, session_working *working);
+void qkvi_session_drop_kept_codings(uintptr_t state);
 
 #endif

@@ -6,6 +6,8 @@
 
 #include <xxhash.h>
 
+#include "engine/cache/session_slots.h"
+
 enum { PLACES_FIRST = 16 };
 
 qkvi_table_key qkvi_key_of_name(const char *tenant, const char *name) {
@@ -32,7 +34,7 @@ qkvi_table_key qkvi_key_of_session(const qkv_session *session) {
 }
 
 void qkvi_session_table_deinit(qkvi_session_table *table) {
-  free((void *)table->sessions);
+  free(table->sessions);
   free(table->hashes);
   *table = (qkvi_session_table){.places = 0};
 }
@@ -58,25 +60,27 @@ static bool has_key(const qkv_session *session, const qkvi_table_key *key) {
 static size_t place_of(const qkvi_session_table *table, const qkvi_table_key *key) {
   const uint32_t hash = hash_of(key);
   size_t place = home_of(table, hash);
-  while (table->sessions[place] != NULL && (table->hashes[place] != hash || !has_key(table->sessions[place], key)))
+  while (table->sessions[place] != 0 &&
+         (table->hashes[place] != hash || !has_key(qkv_session_of(table->sessions[place]), key)))
     place = behind(table, place);
   return place;
 }
 
 qkv_session *qkvi_session_table_find(const qkvi_session_table *table, const qkvi_table_key *key) {
-  return table->places == 0 ? NULL : table->sessions[place_of(table, key)];
+  const uint32_t found = table->places == 0 ? 0 : table->sessions[place_of(table, key)];
+  return found == 0 ? NULL : qkv_session_of(found);
 }
 
 static void resize(qkvi_session_table *table, size_t places) {
-  qkvi_session_table made = {.sessions = (qkv_session **)calloc(places, sizeof *made.sessions),
+  qkvi_session_table made = {.sessions = calloc(places, sizeof *made.sessions),
                              .hashes = calloc(places, sizeof *made.hashes),
                              .places = places,
                              .count = table->count};
   if (made.sessions == NULL || made.hashes == NULL) abort();
   for (size_t i = 0; i < table->places; i++) {
-    if (table->sessions[i] == NULL) continue;
+    if (table->sessions[i] == 0) continue;
     size_t place = home_of(&made, table->hashes[i]);
-    while (made.sessions[place] != NULL) place = behind(&made, place);
+    while (made.sessions[place] != 0) place = behind(&made, place);
     made.sessions[place] = table->sessions[i];
     made.hashes[place] = table->hashes[i];
   }
@@ -89,8 +93,8 @@ void qkvi_session_table_add(qkvi_session_table *table, qkv_session *session) {
     resize(table, table->places < PLACES_FIRST ? PLACES_FIRST : table->places + table->places / 4);
   const qkvi_table_key key = qkvi_key_of_session(session);
   const size_t place = place_of(table, &key);
-  assert(table->sessions[place] == NULL);
-  table->sessions[place] = session;
+  assert(table->sessions[place] == 0);
+  table->sessions[place] = qkv_session_number(session);
   table->hashes[place] = hash_of(&key);
   table->count++;
 }
@@ -99,8 +103,8 @@ void qkvi_session_table_add(qkvi_session_table *table, qkv_session *session) {
 void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *session) {
   const qkvi_table_key key = qkvi_key_of_session(session);
   size_t hole = table->places == 0 ? 0 : place_of(table, &key);
-  assert(table->places > 0 && table->sessions[hole] == session);
-  for (size_t at = behind(table, hole); table->sessions[at] != NULL; at = behind(table, at)) {
+  assert(table->places > 0 && table->sessions[hole] == qkv_session_number(session));
+  for (size_t at = behind(table, hole); table->sessions[at] != 0; at = behind(table, at)) {
     const size_t home = home_of(table, table->hashes[at]);
     const size_t from_home = at >= home ? at - home : at + (table->places - home);
     const size_t from_hole = at >= hole ? at - hole : at + (table->places - hole);
@@ -109,13 +113,13 @@ void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *ses
     table->hashes[hole] = table->hashes[at];
     hole = at;
   }
-  table->sessions[hole] = NULL;
+  table->sessions[hole] = 0;
   table->count--;
   const size_t half = table->places / 2;
   if (half >= PLACES_FIRST && table->count < half / 2) resize(table, half);
 }
 
 qkv_session *qkvi_session_table_next(const qkvi_session_table *table, size_t *place) {
-  while (*place < table->places && table->sessions[*place] == NULL) ++*place;
-  return *place < table->places ? table->sessions[(*place)++] : NULL;
+  while (*place < table->places && table->sessions[*place] == 0) ++*place;
+  return *place < table->places ? qkv_session_of(table->sessions[(*place)++]) : NULL;
 }

@@ -1,7 +1,7 @@
 // The store's sessions by tenant and name, or while they are staged by their serial, which no name is.
 //
-//   hashes    [ .  h  .  h  h ... ]   open addressing, at most 4/5 full; 12 bytes a place
-//   sessions  [ .  s  .  s  s ... ]
+//   hashes    [ .  h  .  h  h ... ]   open addressing, at most 4/5 full; 8 bytes a place
+//   sessions  [ .  s  .  s  s ... ]   by their numbers (session_slots.h)
 //
 // Threads: guarded by the store's lock; functions that take a const table may run together.
 #ifndef QKV_ENGINE_CACHE_SESSION_TABLE_H
@@ -21,7 +21,7 @@ qkvi_table_key qkvi_key_of_session(const qkv_session *session);
 
 // Zeros: an empty one.
 typedef struct qkvi_session_table {
-  qkv_session **sessions;  // borrowed; NULL: a free place
+  uint32_t *sessions;  // borrowed; 0: a free place
   uint32_t *hashes;
   size_t places, count;
 } qkvi_session_table;

@@ -324,6 +324,10 @@ uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens) {
   return bytes;
 }
 
+uint64_t qkv_session_tokens_cost_most(uint64_t length) {
+  return length / PAGE * qkv_arena_cost(chunk_bytes(true));
+}
+
 // Chunks are linked from the last one on: they are written from the end.
 uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out) {
   uint64_t pages = qkv_session_tokens_packed_bytes(tokens);

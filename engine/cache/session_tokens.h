@@ -33,7 +33,7 @@ typedef struct qkv_session_tokens_config {
   qkv_arena *arena;
   qkv_prefix_index *index;  // NULL: nothing is indexed
   qkv_prefix_hash root;
-  void *owner;  // of matches
+  uint32_t owner;  // of matches
 } qkv_session_tokens_config;
 
 typedef struct qkv_session_tokens {
@@ -88,9 +88,10 @@ qkv_status qkv_session_tokens_recover(qkv_session_tokens *tokens, const qkv_pref
 
 // ---- Folding (session_fold.h has the layout) ----
 
-// Bytes that `pack` writes; bytes of the arena that chunks take.
+// Bytes that `pack` writes; bytes of the arena that chunks take, and those of so many positions with ids.
 uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens);
 uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens);
+uint64_t qkv_session_tokens_cost_most(uint64_t length);
 // Writes pages and ids; returns the end.
 uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out);
 // A place in the index for an object that has none; closed: it gets none any more.

@@ -65,7 +65,7 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
   if (qkvi_session_is_new(session)) return QKV_OK;
   QKV_TRY(qkvi_session_make_layers(session, NULL, error));
   qkvi_session_lock_making(session);
-  atomic_fetch_add(&session->truncations, 1);
+  atomic_fetch_add(&qkvi_working(session)->truncations, 1);
   if (position < atomic_load(&session->whole)) qkv_session_set_whole(session, position);
   cut_ids(session, position, layers, layer_count);
   if (layer_count == 0) truncate_layers(session, position);

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "engine/cache/session_fold.h"
+#include "engine/cache/session_slots.h"
 #include "engine/cache/session_state.h"
 
 session_working *qkvi_session_new_working(qkv_session *session) {
@@ -24,16 +25,17 @@ session_working *qkvi_session_new_working(qkv_session *session) {
   atomic_init(&working->unsettled, 0);
   atomic_init(&working->shares, false);
   atomic_init(&working->fold_tried_ms, 0);
+  atomic_init(&working->truncations, 0);
   const qkv_session_config *config = &kind->config;
   working->tiers.aimed = config->max_attention_error == 0 && (config->tier_bits > 0 || config->retier_all);
   working->tiers.demotable = config->max_attention_error == 0 && !config->keep_full && !config->evictable;
   atomic_init(&working->tiers.looked_ms, 0);
   atomic_init(&working->tiers.settled, false);
   atomic_init(&working->tiers.lowest, false);
-  qkv_session_tokens_init(
-      &working->tokens,
-      &(qkv_session_tokens_config){
-          .arena = kind->arena, .index = config->prefixes, .root = session->root, .owner = session});
+  qkv_session_tokens_init(&working->tokens, &(qkv_session_tokens_config){.arena = kind->arena,
+                                                                         .index = config->prefixes,
+                                                                         .root = qkv_session_root(session),
+                                                                         .owner = qkv_session_number(session)});
   atomic_init(&working->made, NULL);
   for (uint32_t i = 0; i < kind->model->layers; i++) atomic_init(&working->pins[i], 0);
   return working;
@@ -64,7 +66,7 @@ static pthread_mutex_t states[STRIPES] = {FOUR(PTHREAD_MUTEX_INITIALIZER), FOUR(
                                           FOUR(PTHREAD_MUTEX_INITIALIZER), FOUR(PTHREAD_MUTEX_INITIALIZER)};
 
 void qkvi_session_lock_making(qkv_session *session) {
-  making_stripe *stripe = &making[session->serial % STRIPES];
+  making_stripe *stripe = &making[qkv_session_number(session) % STRIPES];
   (void)pthread_mutex_lock(&stripe->lock);
   while (session->making) (void)pthread_cond_wait(&stripe->ended, &stripe->lock);
   session->making = true;
@@ -72,7 +74,7 @@ void qkvi_session_lock_making(qkv_session *session) {
 }
 
 bool qkvi_session_try_making(qkv_session *session) {
-  making_stripe *stripe = &making[session->serial % STRIPES];
+  making_stripe *stripe = &making[qkv_session_number(session) % STRIPES];
   (void)pthread_mutex_lock(&stripe->lock);
   const bool taken = !session->making;
   session->making = true;
@@ -81,7 +83,7 @@ bool qkvi_session_try_making(qkv_session *session) {
 }
 
 void qkvi_session_unlock_making(qkv_session *session) {
-  making_stripe *stripe = &making[session->serial % STRIPES];
+  making_stripe *stripe = &making[qkv_session_number(session) % STRIPES];
   (void)pthread_mutex_lock(&stripe->lock);
   session->making = false;
   (void)pthread_cond_broadcast(&stripe->ended);
@@ -89,36 +91,36 @@ void qkvi_session_unlock_making(qkv_session *session) {
 }
 
 void qkvi_session_set_working(qkv_session *session, session_working *working) {
-  pthread_mutex_t *state = &states[session->serial % STRIPES];
+  pthread_mutex_t *state = &states[qkv_session_number(session) % STRIPES];
   (void)pthread_mutex_lock(state);
-  qkv_session_tokens_attach(&working->tokens, session->fold.holder, session->closed);
-  session->fold.holder = 0;
-  atomic_store_explicit(&session->working, working, memory_order_release);
+  qkv_session_tokens_attach(&working->tokens, session->folded_holder, session->closed);
+  session->folded_holder = 0;
+  atomic_store_explicit(&session->state, (uintptr_t)working, memory_order_release);
   (void)pthread_mutex_unlock(state);
 }
 
 // It gets no place in the index any more.
 void qkv_session_close_tokens(qkv_session *session) {
-  pthread_mutex_t *state = &states[session->serial % STRIPES];
+  pthread_mutex_t *state = &states[qkv_session_number(session) % STRIPES];
   (void)pthread_mutex_lock(state);
   session_working *working = qkvi_working(session);
   session->closed = true;
   if (working != NULL) {
     qkv_session_tokens_close(&working->tokens);
   } else {
-    qkv_prefix_index_drop(session->kind->config.prefixes, session->fold.holder);
-    session->fold.holder = 0;
+    qkv_prefix_index_drop(session->kind->config.prefixes, session->folded_holder);
+    session->folded_holder = 0;
   }
   (void)pthread_mutex_unlock(state);
 }
 
 size_t qkv_session_indexed_hashes(qkv_session *session, qkv_prefix_hash *hashes, size_t max) {
-  pthread_mutex_t *state = &states[session->serial % STRIPES];
+  pthread_mutex_t *state = &states[qkv_session_number(session) % STRIPES];
   (void)pthread_mutex_lock(state);
   session_working *working = qkvi_working(session);
   const size_t count =
       working != NULL ? qkv_session_tokens_indexed(&working->tokens, hashes, max)
-                      : qkv_prefix_index_hashes(session->kind->config.prefixes, session->fold.holder, hashes, max);
+                      : qkv_prefix_index_hashes(session->kind->config.prefixes, session->folded_holder, hashes, max);
   (void)pthread_mutex_unlock(state);
   return count;
 }

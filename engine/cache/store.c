@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "engine/cache/session_fold.h"
+#include "engine/cache/session_slots.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_table.h"
 
@@ -621,8 +622,8 @@ qkv_store_place qkv_store_place_of(const qkv_session *session) {
 }
 
 // While the session is in the index, the store holds a reference: it leaves the index first.
-static void take_session(void *owner) {
-  (void)qkv_session_ref(owner);
+static void take_session(uint32_t owner) {
+  (void)qkv_session_ref(qkv_session_of(owner));
 }
 
 size_t qkv_store_match(qkv_store *store, const qkv_prefix_hash *root, const uint32_t *ids, size_t count,
@@ -632,7 +633,7 @@ size_t qkv_store_match(qkv_store *store, const qkv_prefix_hash *root, const uint
   const size_t found_count = qkv_prefix_index_match(store->prefixes, root, ids, count, take_session, found, max);
   size_t count_out = 0;
   for (size_t i = 0; i < found_count; i++) {
-    qkv_session *session = found[i].owner;
+    qkv_session *session = qkv_session_of(found[i].owner);
     if (qkv_session_is_staged(session)) {
       qkv_session_unref(&session);
     } else {

@@ -45,16 +45,25 @@ uint64_t qkvi_fold_put(void *context, uint64_t session, const void *bytes, uint6
   return 0;
 }
 
-qkv_status qkvi_fold_read(void *context, uint64_t session, uint64_t record, void *bytes, uint64_t count,
+qkv_status qkvi_fold_read(void *context, uint64_t session, uint64_t *record, uint8_t **bytes, uint64_t *count,
                           qkv_error *error) {
   qkvi_residency *residency = ((const qkvi_backing *)context)->residency;
   qkvi_journal_wait unpacked = {.residency = residency};
+  qkv_record_info info;
   qkv_storage_session_unpack(residency->storage, session, qkvi_catalogue_on_journal, &unpacked);
   QKV_TRY(qkvi_catalogue_finish_wait(&unpacked, error));
-  qkv_storage_batch *batch = qkv_storage_batch_create(residency->storage, &record, 1, count);
-  const qkv_status status = qkv_storage_batch_wait(batch, 0, bytes, count, error);
+  QKV_TRY(qkv_storage_find_last(residency->storage, session, QKVI_RECORD_FOLD, &info));
+  uint8_t *read = malloc(info.bytes);
+  if (read == NULL) abort();
+  qkv_storage_batch *batch = qkv_storage_batch_create(residency->storage, &info.record, 1, info.bytes);
+  const qkv_status status = qkv_storage_batch_wait(batch, 0, read, info.bytes, error);
   qkv_storage_batch_destroy(&batch);
-  return status;
+  if (status != QKV_OK) free(read);
+  if (status != QKV_OK) return status;
+  *record = info.record;
+  *bytes = read;
+  *count = info.bytes;
+  return QKV_OK;
 }
 
 // ---- Folding ----

@@ -94,7 +94,7 @@ static size_t take_session(qkvi_watch_ids *ids, qkv_session *session, qkvi_watch
     if (!note(ids, &hashes[i])) continue;
     memcpy(out + count * QKV_PREFIX_PAGE, read + (i - first) * QKV_PREFIX_PAGE, QKV_PREFIX_PAGE * sizeof *read);
     events[count++] = (qkvi_watch_event){.hash = hashes[i],
-                                         .parent = i == 0 ? *qkv_session_root(session) : hashes[i - 1],
+                                         .parent = i == 0 ? qkv_session_root(session) : hashes[i - 1],
                                          .label = label,
                                          .page = i,
                                          .kind = QKVI_WATCH_ADDED,

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "engine/cache/session.h"
+#include "engine/cache/session_slots.h"
 
 #define uthash_fatal(message) abort()
 #include <uthash.h>
@@ -88,9 +89,9 @@ static root_entry *find_root(qkvi_watch_log *log, uint32_t root) {
 
 // ---- What the index tells ----
 
-static void root_added(void *context, uint32_t root, const void *owner) {
+static void root_added(void *context, uint32_t root, uint32_t owner) {
   qkvi_watch_log *log = context;
-  const qkv_session *session = owner;
+  const qkv_session *session = qkv_session_of(owner);
   root_entry *entry = calloc(1, sizeof *entry);
   if (entry == NULL) abort();
   entry->root = root;

@@ -75,7 +75,7 @@ static void tell(qkvi_watch_places *places, qkvi_watch_log *log, qkv_session *se
     const bool was = i < before->pages && before->cold[i];
     if (cold[i] == was) continue;
     event.hash = hashes[i];
-    event.parent = i == 0 ? *qkv_session_root(session) : hashes[i - 1];
+    event.parent = i == 0 ? qkv_session_root(session) : hashes[i - 1];
     event.page = i;
     event.on_ssd = cold[i];
     qkvi_watch_log_moved(log, &event);

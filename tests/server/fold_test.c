@@ -152,7 +152,9 @@ static void test_a_record_that_is_lost(void **unused) {
     qkvi_journal_wait unpacked = {.residency = s.residency};
     qkv_storage_session_unpack(s.residency->storage, session->id, qkvi_catalogue_on_journal, &unpacked);
     assert_int_equal(qkvi_catalogue_finish_wait(&unpacked, NULL), QKV_OK);
-    qkv_storage_drop(s.residency->storage, atomic_load(&session->fold.record));
+    qkv_record_info info;
+    assert_int_equal(qkv_storage_find_last(s.residency->storage, session->id, QKVI_RECORD_FOLD, &info), QKV_OK);
+    qkv_storage_drop(s.residency->storage, info.record);
     const qkv_status status = qkvi_unfold(s.residency, NULL, session, &waits, &error);
     assert_int_equal(status, QKV_DATA_LOSS);
     assert_int_equal(append(&s, session, 0, 0, 10), QKV_DATA_LOSS);

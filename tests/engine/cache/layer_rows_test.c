@@ -234,7 +234,7 @@ static void test_ids_go_with_the_rows(void **unused) {
   uint64_t reserved = 0;
   qkv_session_tokens tokens;
   begin(&s);
-  const qkv_session_tokens_config config = {.arena = s.arena, .owner = &s};
+  const qkv_session_tokens_config config = {.arena = s.arena, .owner = 1};
   for (uint32_t i = 0; i < 100; i++) ids[i] = 1000 + i;
   qkv_session_tokens_init(&tokens, &config);
   qkv_session_tokens_give_open(&tokens, open);

@@ -23,7 +23,7 @@ static void setup_scene(scene *s) {
   s->arena = qkv_arena_create("memory-budget", (uint64_t)1 << 20);
   s->index = qkv_prefix_index_create(1000);
   s->config = (qkv_session_tokens_config){
-      .arena = s->arena, .index = s->index, .root = qkv_prefix_root("default", "m", NULL, 0), .owner = s};
+      .arena = s->arena, .index = s->index, .root = qkv_prefix_root("default", "m", NULL, 0), .owner = 1};
   qkv_session_tokens_init(&s->tokens, &s->config);
   qkv_session_tokens_give_open(&s->tokens, s->open);
   for (size_t i = 0; i < COUNT; i++) s->ids[i] = (uint32_t)random_next(&seed);
