@@ -2,7 +2,7 @@
 """What a tenant that decodes has of its share while another one floods the daemon with appends and attends: its attends a
 second, alone and then. Both have the same weight, so that its share is a half of what it gets alone. The other tenant is stopped
 and goes on in turns, as what other processes leave of the machine varies; "of processor time" is the same by second of the
-daemon's processor time."""
+daemon's processor time, and each line says who has the processors meanwhile: the daemon, this client and the other one."""
 
 import argparse
 import contextlib
@@ -77,22 +77,27 @@ def main():
                 decoder.start()
             admin = admin_pb2_grpc.AdminStub(daemon.channel())
 
-            def counts():
-                """Attends, rows that the other tenant has appended, seconds of the daemon's processor time, and of the clock."""
-                found = admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="greedy"), timeout=TIMEOUT).tenants
-                with open(f"/proc/{daemon.process.pid}/stat") as stat:
+            def processor_seconds(pid):
+                with open(f"/proc/{pid}/stat") as stat:
                     ticks = stat.read().rsplit(") ", 1)[1].split()[11:13]
+                return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+            def counts(flooding):
+                """Attends, rows that the other tenant has appended, seconds of the daemon's processor time, of the clock, and of
+                this client's and the other one's processor time."""
+                found = admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="greedy"), timeout=TIMEOUT).tenants
                 return np.array([sum(decoder.count for decoder in decoders), sum(one.usage.rows for one in found),
-                                 sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), time.monotonic()])
+                                 processor_seconds(daemon.process.pid), time.monotonic(), processor_seconds(os.getpid()),
+                                 processor_seconds(flooding.pid)])
 
             def look(flooding, to):
                 flooding.send_signal(signal.SIGCONT if to is both else signal.SIGSTOP)
                 time.sleep(0.5)  # until what it has sent is done
-                before = counts()
+                before = counts(flooding)
                 time.sleep(options.seconds)
-                to += counts() - before
+                to += counts(flooding) - before
 
-            alone, both = np.zeros(4), np.zeros(4)
+            alone, both = np.zeros(6), np.zeros(6)
             with flood(daemon.tcp) as flooding:
                 time.sleep(3)  # until it is under way
                 for _ in range(options.turns):
@@ -105,7 +110,9 @@ def main():
         shares.append(2 * (both[0] / both[3]) / (alone[0] / alone[3]))
         of_time.append(2 * (both[0] / both[2]) / (alone[0] / alone[2]))
         print(f"{alone[0] / alone[3]:.0f} attends a second alone, {both[0] / both[3]:.0f} while the other tenant appends "
-              f"{both[1] / both[3]:.0f} rows a second: {shares[-1]:.2f} of its share, {of_time[-1]:.2f} of processor time", flush=True)
+              f"{both[1] / both[3]:.0f} rows a second: {shares[-1]:.2f} of its share, {of_time[-1]:.2f} of processor time; processors "
+              + ", then ".join("daemon {:.2f}, this client {:.2f}, the other {:.2f}".format(*look[[2, 4, 5]] / look[3]) for look in (alone, both)),
+              flush=True)
     print(f"median {statistics.median(shares):.2f}, lowest {min(shares):.2f}; of processor time median "
           f"{statistics.median(of_time):.2f}, lowest {min(of_time):.2f}")
 
