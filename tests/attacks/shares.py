@@ -111,7 +111,8 @@ def main():
         of_time.append(2 * (both[0] / both[2]) / (alone[0] / alone[2]))
         print(f"{alone[0] / alone[3]:.0f} attends a second alone, {both[0] / both[3]:.0f} while the other tenant appends "
               f"{both[1] / both[3]:.0f} rows a second: {shares[-1]:.2f} of its share, {of_time[-1]:.2f} of processor time; processors "
-              + ", then ".join("daemon {:.2f}, this client {:.2f}, the other {:.2f}".format(*look[[2, 4, 5]] / look[3]) for look in (alone, both)),
+              + ", then ".join("daemon {:.2f}, this client {:.2f}, the other {:.2f}".format(*look[[2, 4, 5]] / look[3])
+                               for look in (alone, both)),
               flush=True)
     print(f"median {statistics.median(shares):.2f}, lowest {min(shares):.2f}; of processor time median "
           f"{statistics.median(of_time):.2f}, lowest {min(of_time):.2f}")
