@@ -529,6 +529,12 @@ const char *qkv_session_name(const qkv_session *session) {
   return session->name;
 }
 
+void qkv_session_prefetch(const qkv_session *session) {
+  if (session == NULL) return;
+  __builtin_prefetch(session);
+  __builtin_prefetch(session->name);
+}
+
 qkv_status qkvi_session_check_layer(const qkv_session *session, uint32_t layer, qkv_error *error) {
   if (layer < session->kind->model->layers) return QKV_OK;
   return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,

@@ -94,6 +94,8 @@ const qkv_model *qkv_session_model(const qkv_session *session);
 // How often it has been truncated, for comparing while a reference is held: folding begins anew.
 uint64_t qkv_session_truncations(const qkv_session *session);
 const char *qkv_session_name(const qkv_session *session);
+// Asks for its memory, which is soon read; NULL: nothing.
+void qkv_session_prefetch(const qkv_session *session);
 uint64_t qkv_session_id(const qkv_session *session);  // as the backing knows it
 // Its config, resolved, but for what is each session's own, which is 0 here, `name` NULL: name, id, root, ttl_ms,
 // pinned, staged, whole. qkv_session_read_info has all.

@@ -76,11 +76,9 @@ uint64_t qkv_session_length(qkv_session *session) {
   uint64_t length = UINT64_MAX;
   if (is_folded(session)) return session->folded_length;
   if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
-  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
-    locked_layer *layer = layer_at(session, i);
-    qkvi_session_lock_info(layer);
-    if (layer->length < length) length = layer->length;
-    qkvi_session_unlock_info(layer);
+  for (uint32_t i = 0; i < session->kind->model->layers && length > session->kind->config.first_position; i++) {
+    const uint64_t of_layer = atomic_load(&layer_at(session, i)->length);
+    if (of_layer < length) length = of_layer;
   }
   return length;
 }

@@ -23,7 +23,8 @@ typedef struct locked_layer {
   _Atomic unsigned waiting;  // threads, for one of the two
   qkv_layer layer;
   pthread_mutex_t info_lock;
-  uint64_t length, durable;
+  _Atomic uint64_t length;  // written with `info_lock`
+  uint64_t durable;
   bool unsettled;
   qkv_layer_usage usage;
 } locked_layer;
@@ -142,7 +143,7 @@ static inline locked_layer *layer_at(const qkv_session *session, uint32_t layer)
   return &made->at[layer];
 }
 
-// Of what is published: `length`, `durable`, `unsettled` and `usage`.
+// Of what is published: `length` where it goes with the others, `durable`, `unsettled` and `usage`.
 static inline void qkvi_session_lock_info(locked_layer *layer) {
   const int failed = pthread_mutex_lock(&layer->info_lock);
   assert(failed == 0);

@@ -8,7 +8,7 @@
 
 #include "engine/cache/session_slots.h"
 
-enum { PLACES_FIRST = 16 };
+enum { PLACES_FIRST = 16, KEYS_AT_ONCE = 16 };
 
 qkvi_table_key qkvi_key_of_name(const char *tenant, const char *name) {
   qkvi_table_key key;
@@ -51,24 +51,75 @@ static size_t behind(const qkvi_session_table *table, size_t place) {
   return place + 1 == table->places ? 0 : place + 1;
 }
 
+static bool is_text(const char *text, const char *expected, size_t bytes) {
+  return strlen(expected) == bytes && memcmp(text, expected, bytes) == 0;
+}
+
 static bool has_key(const qkv_session *session, const qkvi_table_key *key) {
-  const qkvi_table_key own = qkvi_key_of_session(session);
-  return own.bytes == key->bytes && memcmp(own.text, key->text, key->bytes) == 0;
+  if (qkv_session_is_staged(session)) {
+    const qkvi_table_key own = key_of_serial(session);
+    return own.bytes == key->bytes && memcmp(own.text, key->text, key->bytes) == 0;
+  }
+  const size_t tenant_bytes = strnlen(key->text, key->bytes - 1);
+  return is_text(key->text, qkv_session_config_of(session)->tenant, tenant_bytes) &&
+         is_text(key->text + tenant_bytes + 1, qkv_session_name(session), key->bytes - tenant_bytes - 1);
+}
+
+// From a place of the hash's chain on: where the next session of the hash is, or the free place at which the chain
+// ends.
+static size_t place_of_hash(const qkvi_session_table *table, uint32_t hash, size_t place) {
+  while (table->sessions[place] != 0 && table->hashes[place] != hash) place = behind(table, place);
+  return place;
+}
+
+static size_t place_behind(const qkvi_session_table *table, const qkvi_table_key *key, uint32_t hash, size_t place) {
+  while (table->sessions[place] != 0 && !has_key(qkv_session_of(table->sessions[place]), key))
+    place = place_of_hash(table, hash, behind(table, place));
+  return place;
 }
 
 // Where a session of the key is, or the free place at which its chain ends.
 static size_t place_of(const qkvi_session_table *table, const qkvi_table_key *key) {
   const uint32_t hash = hash_of(key);
-  size_t place = home_of(table, hash);
-  while (table->sessions[place] != 0 &&
-         (table->hashes[place] != hash || !has_key(qkv_session_of(table->sessions[place]), key)))
-    place = behind(table, place);
-  return place;
+  return place_behind(table, key, hash, place_of_hash(table, hash, home_of(table, hash)));
+}
+
+static qkv_session *session_at(const qkvi_session_table *table, size_t place) {
+  return table->sessions[place] == 0 ? NULL : qkv_session_of(table->sessions[place]);
 }
 
 qkv_session *qkvi_session_table_find(const qkvi_session_table *table, const qkvi_table_key *key) {
-  const uint32_t found = table->places == 0 ? 0 : table->sessions[place_of(table, key)];
-  return found == 0 ? NULL : qkv_session_of(found);
+  return table->places == 0 ? NULL : session_at(table, place_of(table, key));
+}
+
+static void find_some(const qkvi_session_table *table, const char *tenant, const char *const *names, size_t count,
+                      qkv_session **out) {
+  qkvi_table_key keys[KEYS_AT_ONCE];
+  uint32_t hashes[KEYS_AT_ONCE];
+  size_t places[KEYS_AT_ONCE];
+  for (size_t i = 0; i < count; i++) {
+    keys[i] = qkvi_key_of_name(tenant, names[i]);
+    hashes[i] = hash_of(&keys[i]);
+    places[i] = home_of(table, hashes[i]);
+    __builtin_prefetch(&table->sessions[places[i]]);
+    __builtin_prefetch(&table->hashes[places[i]]);
+  }
+  for (size_t i = 0; i < count; i++) {
+    places[i] = place_of_hash(table, hashes[i], places[i]);
+    qkv_session_prefetch(session_at(table, places[i]));
+  }
+  for (size_t i = 0; i < count; i++) out[i] = session_at(table, place_behind(table, &keys[i], hashes[i], places[i]));
+}
+
+void qkvi_session_table_find_names(const qkvi_session_table *table, const char *tenant, const char *const *names,
+                                   size_t count, qkv_session **out) {
+  for (size_t first = 0; first < count; first += KEYS_AT_ONCE) {
+    const size_t left = count - first, some = left < KEYS_AT_ONCE ? left : KEYS_AT_ONCE;
+    if (table->places > 0)
+      find_some(table, tenant, names + first, some, out + first);
+    else
+      memset((void *)(out + first), 0, some * sizeof(qkv_session *));
+  }
 }
 
 static void resize(qkvi_session_table *table, size_t places) {

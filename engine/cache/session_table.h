@@ -29,6 +29,9 @@ typedef struct qkvi_session_table {
 void qkvi_session_table_deinit(qkvi_session_table *table);
 // NULL: there is none.
 qkv_session *qkvi_session_table_find(const qkvi_session_table *table, const qkvi_table_key *key);
+// Of the tenant, `count` sessions at once, with their memory asked for before they are compared: out[i] as above.
+void qkvi_session_table_find_names(const qkvi_session_table *table, const char *tenant, const char *const *names,
+                                   size_t count, qkv_session **out);
 // By its key; there is none of the key yet (asserted). And removes it, which is there (asserted).
 void qkvi_session_table_add(qkvi_session_table *table, qkv_session *session);
 void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *session);

@@ -487,9 +487,9 @@ qkv_status qkv_store_session(qkv_store *store, const char *tenant, const char *n
 
 void qkv_store_find(qkv_store *store, const char *tenant, const char *const *names, size_t count, qkv_session **out) {
   lock_to_read(store);
+  qkvi_session_table_find_names(&store->sessions, tenant, names, count, out);
   for (size_t i = 0; i < count; i++) {
-    qkv_session *found = find_session(store, tenant, names[i]);
-    out[i] = found == NULL ? NULL : qkv_session_ref(found);
+    if (out[i] != NULL) (void)qkv_session_ref(out[i]);
   }
   unlock(store);
 }

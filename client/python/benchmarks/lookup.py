@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What lookups take. Starts qkvds of QKV_BIN_DIR on unix sockets.
 
-HasSessions: 1000 names among 10000 open sessions of 32 layers, of which every other one has rows. Wall times of the bare
-calls, whose requests were packed before.
+HasSessions: 1000 names among 10000 open sessions of 32 layers, of which every other one has rows in all of them. Wall times
+of the bare calls, whose requests were packed before, and of `Client.has_sessions`.
 Match: a prompt of 131072 ids, a list, as an engine's connector asks for it: packing included. Processor time of the calling
 thread, for which an engine's scheduler does nothing else, and wall time.
 """
@@ -33,21 +33,25 @@ def has_sessions():
         names = [f"session-{i}" for i in range(SESSIONS)]
         rows = np.zeros((1, 1, 64), np.float16)
         for i, name in enumerate(names):
-            session = client.open(name, model="m")
+            client.open(name, model="m")
             if i % 2 == 0:
-                session.append(0, rows, rows)
+                client.append([qkvd.Item(session=name, layer=layer, k=rows, v=rows, position=0) for layer in range(LAYERS)])
         call = client._stub("unary_unary", "/qkv.v1.KvCache/HasSessions")
         for tokens in (False, True):
-            times = []
+            bare, whole = [], []
             for _ in range(ROUNDS):
-                request = kv_cache_pb2.HasSessionsRequest(sessions=random.sample(names, NAMES), tokens=tokens)
-                packed = request.SerializeToString()
+                asked = random.sample(names, NAMES)
+                packed = kv_cache_pb2.HasSessionsRequest(sessions=asked, tokens=tokens).SerializeToString()
                 begin = time.perf_counter()
                 call(packed)
-                times.append(1e6 * (time.perf_counter() - begin))
-            times.sort()
-            p = [times[ROUNDS * share // 100] for share in (0, 50, 90)]
-            print(f"tokens {tokens}: least {p[0]:.0f} us, p50 {p[1]:.0f}, p90 {p[2]:.0f}")
+                bare.append(1e6 * (time.perf_counter() - begin))
+                begin = time.perf_counter()
+                client.has_sessions(asked, tokens=tokens)
+                whole.append(1e6 * (time.perf_counter() - begin))
+            for what, times in (("bare call", bare), ("has_sessions", whole)):
+                times.sort()
+                p = [times[ROUNDS * share // 100] for share in (0, 50, 90)]
+                print(f"{what}, tokens {tokens}: least {p[0]:.0f} us, p50 {p[1]:.0f}, p90 {p[2]:.0f}", flush=True)
 
 
 def match():

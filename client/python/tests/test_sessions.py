@@ -318,6 +318,7 @@ def test_has_sessions(client, session, rows):
     nobody, one = client.has_sessions(["nobody", session.name], touch=True)
     assert (not nobody, nobody) == (True, qkvd.Presence(False, False, 0))
     assert (bool(one), one) == (True, qkvd.Presence(True, True, 5))
+    assert client.has_sessions(["nobody", session.name], tokens=False) == [nobody, qkvd.Presence(True, True, 0)]
     with pytest.raises(qkvd.InvalidArgument, match="sessions has 16385 entries"):
         client.has_sessions(["a"] * 16385)
 

@@ -39,6 +39,27 @@ static void teardown(scene *s) {
   qkv_arena_destroy(&s->arena);
 }
 
+// Sessions by name, many at once, are those that are found one by one; and some that nobody has.
+static void check_names(const scene *s) {
+  char texts[SESSIONS / 2 + 5][16];
+  const char *names[SESSIONS / 2 + 5];
+  qkv_session *found[SESSIONS / 2 + 5];
+  for (int i = 0; i < SESSIONS / 2 + 5; i++) {
+    snprintf(texts[i], sizeof texts[i], "session-%d", i);
+    names[i] = texts[i];
+  }
+  for (int tenant = 0; tenant < 3; tenant++) {
+    const char *name = (const char *[]){"default", "x", "nobody"}[tenant];
+    qkvi_session_table_find_names(&s->table, name, names, SESSIONS / 2 + 5, found);
+    for (int i = 0; i < SESSIONS / 2 + 5; i++) {
+      const qkvi_table_key key = qkvi_key_of_name(name, names[i]);
+      assert_ptr_equal(found[i], qkvi_session_table_find(&s->table, &key));
+    }
+    qkv_session *expected = tenant < 2 && s->held[12 + tenant] ? s->sessions[12 + tenant] : NULL;
+    assert_ptr_equal(found[6], expected);  // neither 12 nor 13 is staged
+  }
+}
+
 static void check(const scene *s) {
   bool seen[SESSIONS] = {false};
   size_t place = 0, count = 0, held = 0;
@@ -52,6 +73,7 @@ static void check(const scene *s) {
     held += s->held[i];
   }
   assert_true(count == held && s->table.count == held);
+  check_names(s);
   assert_true(held * 5 <= s->table.places * 4);
 }
 

@@ -197,7 +197,7 @@ class AsyncClient:
                 return
 
     async def has_sessions(
-        self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None
+        self, names: Sequence[str], *, touch: bool = False, tokens: bool = True, timeout: float | None = None
     ) -> list[Presence]:
         """As `Client.has_sessions`."""
         if self._daemons:
@@ -205,9 +205,9 @@ class AsyncClient:
                 self,
                 names,
                 timeout,
-                lambda one, at, left: one.has_sessions([names[i] for i in at], touch=touch, timeout=left),
+                lambda one, at, left: one.has_sessions([names[i] for i in at], touch=touch, tokens=tokens, timeout=left),
             )
-        return await self._call(calls.has_sessions(names, touch), timeout)
+        return await self._call(calls.has_sessions(names, touch, tokens), timeout)
 
     async def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
         """As `Client.close_session`."""

@@ -50,7 +50,7 @@ class Call(Generic[T]):
     read: Callable[[bytes], T]
     repeat: bool
     key: str | None = None  # the session or object that it is for, by which its daemon is found
-    step: bool = False  # of a decode loop: it goes the quickest way, which is no way for large messages (waits.py)
+    step: bool = False  # of a decode loop, or a lookup: the quickest way, which is no way for large messages (waits.py)
 
 
 def simple(method: str, request: Message, answer: type[M], *, repeat: bool, key: str | None = None) -> Call[M]:
@@ -215,22 +215,31 @@ class Presence:
 
     open: bool
     in_memory: bool  # all of its pages; False: some are on the SSD alone, or it is not open
-    tokens: int  # that every layer holds
+    tokens: int  # that every layer holds; 0 where they are not asked for
 
     def __bool__(self) -> bool:
         return self.open
 
 
-def has_sessions(names: Sequence[str], touch: bool) -> Call[list[Presence]]:
-    request = kv_cache_pb2.HasSessionsRequest(sessions=names, tokens=True, touch=touch)
+class _Presences(dict[tuple[int, int], Presence]):
+    """Of (presence, tokens): those of an answer are mostly the same few, and making one takes longer than a look."""
+
+    def __missing__(self, key: tuple[int, int]) -> Presence:
+        presence, tokens = key
+        made = self[key] = Presence(presence != 0, presence == kv_cache_pb2.HasSessionsResponse.PRESENCE_MEMORY, tokens)
+        return made
+
+
+def has_sessions(names: Sequence[str], touch: bool, tokens: bool) -> Call[list[Presence]]:
+    request = kv_cache_pb2.HasSessionsRequest(sessions=names, tokens=tokens, touch=touch)
     parse = reader(kv_cache_pb2.HasSessionsResponse)
-    memory = kv_cache_pb2.HasSessionsResponse.PRESENCE_MEMORY
 
     def read(data: bytes) -> list[Presence]:
         answer = parse(data)
-        return [Presence(p != 0, p == memory, t) for p, t in zip(answer.presence, answer.tokens, strict=True)]
+        lengths = answer.tokens if tokens else [0] * len(answer.presence)
+        return list(map(_Presences().__getitem__, zip(answer.presence, lengths, strict=True)))
 
-    return Call(CACHE + "HasSessions", request.SerializeToString(), read, True, names[0] if names else None)
+    return Call(CACHE + "HasSessions", request.SerializeToString(), read, True, names[0] if names else None, step=True)
 
 
 def put_messages(

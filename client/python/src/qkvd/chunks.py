@@ -113,7 +113,9 @@ class Chunks:
         return held
 
     def _has(self, names: Sequence[str]) -> list[bool]:
-        held = [False] * len(names) if self.opaque else [bool(one) for one in self.client.has_sessions(names, touch=True)]
+        held = [False] * len(names)
+        if not self.opaque:
+            held = [one.open for one in self.client.has_sessions(names, touch=True, tokens=False)]
         others = [name for name, found in zip(names, held, strict=True) if not found]
         if others:
             sizes = iter(self.client.has_objects(others, touch=True))

@@ -250,19 +250,22 @@ class Client:
             if not token:
                 return
 
-    def has_sessions(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[Presence]:
+    def has_sessions(
+        self, names: Sequence[str], *, touch: bool = False, tokens: bool = True, timeout: float | None = None
+    ) -> list[Presence]:
         """Which of these sessions are open (true in a condition), in order; up to 16384 names in one call.
 
         touch: counts as a use of those that are open, which matters where sessions expire or are evicted.
+        tokens: whether `Presence.tokens` is wanted, for which the daemon reads all layers; False: it is 0.
         """
         if self._daemons:
             return several_sync.listwise(
                 self,
                 names,
                 timeout,
-                lambda one, at, left: one.has_sessions([names[i] for i in at], touch=touch, timeout=left),
+                lambda one, at, left: one.has_sessions([names[i] for i in at], touch=touch, tokens=tokens, timeout=left),
             )
-        return self._call(calls.has_sessions(names, touch), timeout)
+        return self._call(calls.has_sessions(names, touch, tokens), timeout)
 
     def close_session(self, name: str, *, keep: bool = False, timeout: float | None = None) -> int:
         """Closes a session and frees its rows; with `keep` they stay on the SSD alone. Gives the bytes freed. NotFound."""
