@@ -409,7 +409,7 @@ static qkv_status start_gpus(qkv_daemon *daemon, qkv_error *error) {
   const qkvi_gpu_config config = {.memory_bytes = (uint64_t)options->gpu_memory,
                                   .kernels = options->gpu_kernels,
                                   .admit_attends = QKVI_GPU_ADMIT_ATTENDS,
-                                  .sticky_ms = QKVI_GPU_STICKY_MS,
+                                  .half_life_ms = QKVI_GPU_HALF_LIFE_MS,
                                   .retry_ms = QKVI_GPU_RETRY_MS,
                                   .metrics = daemon->metrics};
   return options->gpu_memory > 0 ? qkvi_gpus_create(&config, &options->gpu_devices, &daemon->gpus, error) : QKV_OK;

@@ -131,6 +131,8 @@
   X(GPU_UPLOADS, "qkvd_gpu_uploads_total", QKV_COUNTER, "Ranges copied to the GPU.")                                \
   X(GPU_UPLOAD_BYTES, "qkvd_gpu_upload_bytes_total", QKV_COUNTER, "Their bytes.")                                   \
   X(GPU_EVICTIONS, "qkvd_gpu_evictions_total", QKV_COUNTER, "Ranges that left the GPU for others.")                 \
+  X(GPU_LESS_ATTENDED, "qkvd_gpu_less_attended_total", QKV_COUNTER,                                                 \
+    "Attends of ranges that were not uploaded as those that the GPU has get more attention.")                       \
   X(GPU_FAILURES, "qkvd_gpu_failures_total", QKV_COUNTER,                                                           \
     "Times that the GPU was taken out of use because of an error.")                                                 \
   X(GPU_FETCH_TOKENS, "qkvd_gpu_fetch_tokens_total", QKV_COUNTER,                                                   \

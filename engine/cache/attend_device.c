@@ -8,6 +8,7 @@
 //   scratch  partial results of a job's runs [8], of calibrated shapes turned queries of its pages | of the next ...
 //   output   partial results of jobs [jobs_max]
 #include <assert.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -103,7 +104,16 @@ static bool find_pages(const qkv_attend *request, size_t range, const visible_sp
   return true;
 }
 
-static bool hold(qkvi_device_work *work, const held_range *found) {
+// Of the request's queries to the pages.
+static float attention_of(const qkv_attend *request, const held_range *found, const visible_span *span) {
+  const qkv_ema_table *emas = atomic_load_explicit(&request->layer->ranges[found->range].emas, memory_order_acquire);
+  const float sampled = emas == NULL ? 0 : qkv_ema_average(&emas->attention);
+  const float part =
+      (float)((found->end - found->first) * QKV_PAGE_TOKENS) / (float)(span->end_max - span->begin_min);
+  return (float)request->q.dims[0] * (sampled > 0 ? sampled : fminf(part, 1));
+}
+
+static bool hold(qkvi_device_work *work, const held_range *found, float attention) {
   if (work->held_count == work->held_capacity) {
     const size_t capacity = work->held_capacity == 0 ? 64 : 2 * work->held_capacity;
     held_range *larger = realloc(work->held, capacity * sizeof *larger);
@@ -118,7 +128,8 @@ static bool hold(qkvi_device_work *work, const held_range *found) {
   const qkv_device_pages pages = {.range = range,
                                   .first = found->first,
                                   .end = found->end,
-                                  .grows = found->range + 1 == layer->range_count && end - begin < QKV_RANGE_PAGES};
+                                  .grows = found->range + 1 == layer->range_count && end - begin < QKV_RANGE_PAGES,
+                                  .attention = attention};
   held_range *held = &work->held[work->held_count];
   *held = *found;
   held->device = layer->config.device;
@@ -137,7 +148,8 @@ static void find_ranges(qkvi_device_work *work, size_t place) {
   for (size_t range = first; range < end; range++) {
     held_range found = {.place = place, .missing = SIZE_MAX};
     if (!qkv_device_takes_coder(qkvi_attend_coder(request->layer, range))) continue;
-    if (!find_pages(request, range, &span, &found) || !hold(work, &found)) continue;
+    if (!find_pages(request, range, &span, &found)) continue;
+    if (!hold(work, &found, attention_of(request, &found, &span))) continue;
     if (work->taken[place] == NULL) work->taken[place] = calloc(end - first, sizeof(bool));
     if (work->taken[place] == NULL) abort();
     work->taken[place][range - first] = true;

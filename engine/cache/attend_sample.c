@@ -7,6 +7,7 @@
 // from memory twice (`qkv-bench step`, p99 against p50; 3.3 times as long before pages were fetched ahead).
 //
 // Requests for a part of the pages are not counted: their weights are shares of that part.
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +26,7 @@ typedef struct sample {
 typedef struct sample_batch {
   size_t count;
   size_t heads_max, ranges_max;  // of the request that has most
+  float *sums;  // [count][ranges_max][heads_max]: weights of a range's tokens; NULL: there is no memory
   sample samples[];
 } sample_batch;
 
@@ -55,8 +57,9 @@ static float mean_square(const qkvi_head_task *task, const qkv_query_block *quer
   return sum / (float)n;
 }
 
-// One KV head and one range of a sample's layer.
-static void sample_range(const sample *due, uint16_t kv_head, size_t range) {
+// One KV head and one range of a sample's layer. Returns the sum of the mean weights.
+static float sample_range(const sample *due, uint16_t kv_head, size_t range) {
+  float sum = 0;
   _Alignas(64) qkvi_row_block block;
   const qkv_layer *layer = due->request->layer;
   const qkvi_head_task task = qkvi_attend_task(due->request, kv_head);
@@ -82,7 +85,9 @@ static void sample_range(const sample *due, uint16_t kv_head, size_t range) {
     mean_weights(&task, &block, entry, lse, mean);
     qkv_ema *ema = qkvi_layer_need_ema(layer, i);
     if (ema != NULL) qkv_ema_add(ema, layer->clock, kv_head, &due->step, mean);
+    for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) sum += mean[t];
   }
+  return sum;
 }
 
 static size_t ranges_of(const qkv_layer *layer) {
@@ -96,7 +101,24 @@ static void sample_index(void *context, size_t index, size_t worker) {
   const sample *due = &batch->samples[index / batch->ranges_max / batch->heads_max];
   const qkv_layer *layer = due->request->layer;
   if (kv_head >= layer->config.model->kv_heads || range >= ranges_of(layer)) return;
-  sample_range(due, (uint16_t)kv_head, range);
+  const float sum = sample_range(due, (uint16_t)kv_head, range);
+  if (batch->sums != NULL) batch->sums[index] = sum;
+}
+
+// The attention of ranges as wholes, by which a device chooses those that it has copies of.
+static void add_ranges(const sample_batch *batch, size_t index) {
+  const sample *due = &batch->samples[index];
+  const qkv_layer *layer = due->request->layer;
+  const uint32_t heads = layer->config.model->kv_heads;
+  for (size_t range = 0; range < ranges_of(layer); range++) {
+    qkv_ema_table *emas = atomic_load_explicit(&layer->ranges[range].emas, memory_order_acquire);
+    const float *sums = batch->sums + (index * batch->ranges_max + range) * batch->heads_max;
+    float sum = 0;
+    for (uint32_t h = 0; h < heads; h++) sum += sums[h];
+    // What has been sampled is never 0.
+    if (emas != NULL)
+      qkv_ema_clock_average(layer->clock, &emas->attention, &due->step, fmaxf(sum / (float)heads, FLT_MIN));
+  }
 }
 
 static bool is_whole(const qkv_attend *request) {
@@ -135,7 +157,10 @@ void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count
   }
   if (batch == NULL) return;
   const size_t tasks = batch->count * batch->heads_max * batch->ranges_max;
+  batch->sums = calloc(tasks, sizeof *batch->sums);
   if (pool != NULL) qkv_pool_loop(pool, tasks, sample_index, batch);
   for (size_t i = 0; pool == NULL && i < tasks; i++) sample_index(batch, i, 0);
+  for (size_t i = 0; batch->sums != NULL && i < batch->count; i++) add_ranges(batch, i);
+  free(batch->sums);
   free(batch);
 }

@@ -30,6 +30,9 @@ typedef struct qkv_device_pages {
   struct qkv_page_range *range;
   uint32_t first, end;
   bool grows;  // pages are still added to the range: a copy would soon have fewer
+  // Of the request's queries to these pages: weights summed over tokens, averaged over heads, summed over queries. By
+  // the layer's samples (ema.h), or, before the first one, by the pages' part of the tokens that are seen.
+  float attention;
 } qkv_device_pages;
 
 // Memory of one call. Addresses are the device's.

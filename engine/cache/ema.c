@@ -49,20 +49,29 @@ static float faded(const qkv_ema_clock *clock, uint64_t n) {
   return (float)exp2(clock->log_alpha * (double)n);
 }
 
-void qkv_ema_clock_add_size(qkv_ema_clock *clock, uint32_t kv_head, const qkv_ema_step *step, float mean_square) {
-  const float before = qkv_ema_clock_size(clock, kv_head), kept = before == 0 ? 0 : faded(clock, step->queries);
-  const float size = kept * before + (1 - kept) * mean_square;
+void qkv_ema_clock_average(const qkv_ema_clock *clock, _Atomic uint32_t *average, const qkv_ema_step *step,
+                           float value) {
+  const float before = qkv_ema_average(average), kept = before == 0 ? 0 : faded(clock, step->queries);
+  const float next = kept * before + (1 - kept) * value;
   uint32_t bits;
-  memcpy(&bits, &size, sizeof bits);
-  atomic_store_explicit(&clock->sizes[kv_head], bits, memory_order_relaxed);
+  memcpy(&bits, &next, sizeof bits);
+  atomic_store_explicit(average, bits, memory_order_relaxed);
+}
+
+float qkv_ema_average(const _Atomic uint32_t *average) {
+  const uint32_t bits = atomic_load_explicit(average, memory_order_relaxed);
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+void qkv_ema_clock_add_size(qkv_ema_clock *clock, uint32_t kv_head, const qkv_ema_step *step, float mean_square) {
+  qkv_ema_clock_average(clock, &clock->sizes[kv_head], step, mean_square);
 }
 
 float qkv_ema_clock_size(const qkv_ema_clock *clock, uint32_t kv_head) {
   assert(kv_head < clock->kv_heads);
-  const uint32_t bits = atomic_load_explicit(&clock->sizes[kv_head], memory_order_relaxed);
-  float size;
-  memcpy(&size, &bits, sizeof size);
-  return size;
+  return qkv_ema_average(&clock->sizes[kv_head]);
 }
 
 // ---- Values ----

@@ -67,6 +67,11 @@ typedef struct qkv_ema_step {
 bool qkv_ema_clock_count(qkv_ema_clock *clock, uint64_t queries, uint64_t blocks, qkv_ema_step *step);
 uint64_t qkv_ema_clock_now(const qkv_ema_clock *clock);
 
+// An average that is kept as the bits of a float, 0 at first: `value` is what the sample found.
+void qkv_ema_clock_average(const qkv_ema_clock *clock, _Atomic uint32_t *average, const qkv_ema_step *step,
+                           float value);
+float qkv_ema_average(const _Atomic uint32_t *average);
+
 // The mean square of a query's coordinates, times the scale's: what an error in a key weighs by.
 void qkv_ema_clock_add_size(qkv_ema_clock *clock, uint32_t kv_head, const qkv_ema_step *step, float mean_square);
 float qkv_ema_clock_size(const qkv_ema_clock *clock, uint32_t kv_head);

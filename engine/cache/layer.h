@@ -61,7 +61,8 @@ typedef struct qkv_layer_config {
 
 // The attention that a range's pages receive in one layer; entries are made when there is something to count.
 typedef struct qkv_ema_table {
-  _Atomic uint32_t count;  // of the next that are not NULL
+  _Atomic uint32_t count;      // of the next that are not NULL
+  _Atomic uint32_t attention;  // of all of them, averaged over queries and heads, as a float; 0: not sampled yet
   _Atomic(qkv_ema *) pages[QKV_RANGE_PAGES];
 } qkv_ema_table;
 

@@ -2,9 +2,10 @@
 //
 // A range's attends are counted. From the second one on its images are copied to a buffer by the thread that attends,
 // which has them pinned, so that neither images nor layers are held for an upload; the thread of the tier finds
-// memory and uploads. Where there is none, the longest unused range goes, unless it has been attended within the last
-// second: ranges that are attended in turn and do not all fit would else replace each other for ever. Then nothing is
-// tried for a tenth of a second.
+// memory and uploads. Where there is none, the range that gets least attention goes (attention.h), if the new one
+// gets half as much again: ranges that are attended in turn and do not all fit would else replace each other for
+// ever. A range that gets less is not copied in the first place. Where memory was not found, nothing is tried for a
+// tenth of a second.
 #include <assert.h>
 #include <string.h>
 #include <utlist.h>
@@ -15,6 +16,8 @@
 #include "server/gpu/internal.h"
 
 enum { FULL_MS = 100 };
+
+#define MARGIN 0.585  // log2 of 1.5
 
 static qkv_device_copy *find(qkvi_gpu *gpu, const qkv_page_range *range) {
   qkv_device_copy *found;
@@ -28,6 +31,7 @@ static qkv_device_copy *find_or_add(qkvi_gpu *gpu, const qkv_page_range *range) 
   copy = calloc(1, sizeof *copy);
   if (copy == NULL) abort();
   copy->range = range;
+  copy->attention = QKVI_GPU_NO_ATTENTION;
   HASH_ADD_PTR(gpu->table, range, copy);
   return copy;
 }
@@ -35,9 +39,9 @@ static qkv_device_copy *find_or_add(qkvi_gpu *gpu, const qkv_page_range *range) 
 // Gives its memory back.
 static void leave_gpu(qkvi_gpu *gpu, qkv_device_copy *copy) {
   assert(copy->state == QKVI_COPY_RESIDENT && copy->users == 0);
-  DL_DELETE(gpu->resident, copy);
-  gpu->resident_count--;
+  qkvi_gpu_ranks_remove(&gpu->resident, copy);
   qkv_gpu_free(gpu->open, copy->at, copy->bytes);
+  gpu->full = false;
   copy->state = QKVI_COPY_COUNTED;
   copy->attends = 0;
 }
@@ -128,6 +132,13 @@ static void fill(qkvi_gpu *gpu, qkv_device_copy *copy, qkv_page_range *range) {
   pthread_mutex_unlock(&gpu->lock);
 }
 
+// The resident range that has to go for one of so many pages that gets so much attention; NULL: none has to.
+static qkv_device_copy *least_below(qkvi_gpu *gpu, double attention, uint32_t pages) {
+  double value;
+  qkv_device_copy *least = qkvi_gpu_ranks_least(&gpu->resident, &value);
+  return least != NULL && qkvi_gpu_attention_by_page(attention, pages) > value + MARGIN ? least : NULL;
+}
+
 // Counts an attend by the CPU; whether the images are to be filled.
 static bool is_due(qkvi_gpu *gpu, qkv_device_copy *copy, const qkv_device_pages *pages) {
   if (copy->state == QKVI_COPY_FILLED || copy->users > 0) return false;
@@ -136,7 +147,11 @@ static bool is_due(qkvi_gpu *gpu, qkv_device_copy *copy, const qkv_device_pages 
   copy->state = QKVI_COPY_COUNTED;
   copy->attends++;
   if (pages->grows || copy->attends < gpu->config.admit_attends || gpu->filled == QKVI_GPU_FILLS) return false;
-  if (copy->used_ms < gpu->full_until_ms) return false;
+  if (gpu->full && qkv_now_ms() < gpu->full_until_ms) return false;
+  if (gpu->full && gpu->resident.count > 0 && least_below(gpu, copy->attention, pages->range->count) == NULL) {
+    qkvi_gpu_count(gpu, QKV_METRIC_GPU_LESS_ATTENDED, 1);
+    return false;
+  }
   copy->state = QKVI_COPY_FILLED;
   gpu->filled++;
   return true;
@@ -154,12 +169,10 @@ uint64_t qkvi_gpu_hold(qkv_device *device, const qkv_device_pages *pages, qkv_de
     return 0;
   }
   qkv_device_copy *copy = find_or_add(gpu, pages->range);
-  copy->used_ms = qkv_now_ms();
+  copy->attention = qkvi_gpu_attention_add(copy->attention, pages->attention, qkv_now_ms(), gpu->config.half_life_ms);
   if (copy->state == QKVI_COPY_RESIDENT && matches(copy, pages)) {
     copy->users++;
     gpu->held++;
-    DL_DELETE(gpu->resident, copy);
-    DL_APPEND(gpu->resident, copy);
     *out = copy;
     address = copy->at;
   } else {
@@ -228,23 +241,24 @@ void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range) {
 
 // ---- By the thread ----
 
-// The longest unused range goes, unless it is in use or was a short while ago.
-static bool evict_one(qkvi_gpu *gpu) {
-  const int64_t unused_since = qkv_now_ms() - gpu->config.sticky_ms;
+// The range that gets least attention goes, if `next` gets more, unless it is in use now.
+static bool evict_one(qkvi_gpu *gpu, const qkv_device_copy *next) {
   pthread_mutex_lock(&gpu->lock);
-  qkv_device_copy *copy = gpu->resident;
-  while (copy != NULL && copy->users > 0) copy = copy->next;
-  const bool goes = copy != NULL && copy->used_ms <= unused_since;
-  if (goes) leave_gpu(gpu, copy);
+  qkv_device_copy *copy = least_below(gpu, next->attention, next->pages);
+  const bool goes = copy != NULL && copy->users == 0;
+  if (goes) {
+    leave_gpu(gpu, copy);
+    gpu->full = true;  // it is taken at once
+  }
   pthread_mutex_unlock(&gpu->lock);
   if (goes) qkvi_gpu_count(gpu, QKV_METRIC_GPU_EVICTIONS, 1);
   return goes;
 }
 
-static qkv_cuda_memory find_memory(qkvi_gpu *gpu, uint64_t bytes) {
+static qkv_cuda_memory find_memory(qkvi_gpu *gpu, const qkv_device_copy *copy) {
   for (;;) {
-    const qkv_cuda_memory at = qkv_gpu_alloc(gpu->open, bytes);
-    if (at != 0 || !evict_one(gpu)) return at;
+    const qkv_cuda_memory at = qkv_gpu_alloc(gpu->open, copy->bytes);
+    if (at != 0 || !evict_one(gpu, copy)) return at;
   }
 }
 
@@ -264,15 +278,17 @@ void qkvi_gpu_upload_next(qkvi_gpu *gpu) {
   qkv_device_copy *copy = gpu->queue;
   DL_DELETE(gpu->queue, copy);
   pthread_mutex_unlock(&gpu->lock);
-  const qkv_cuda_memory at = find_memory(gpu, copy->bytes);
+  const qkv_cuda_memory at = find_memory(gpu, copy);
   const bool uploaded = at != 0 && upload(gpu, copy, at);
   if (at == 0 || !uploaded) qkvi_gpu_failed(gpu);
   pthread_mutex_lock(&gpu->lock);
-  if (at == 0) gpu->full_until_ms = qkv_now_ms() + FULL_MS;
+  if (at == 0) {
+    gpu->full = true;
+    gpu->full_until_ms = qkv_now_ms() + FULL_MS;
+  }
   if (uploaded && !copy->forgotten) {
     copy->at = at;
-    DL_APPEND(gpu->resident, copy);
-    gpu->resident_count++;
+    qkvi_gpu_ranks_add(&gpu->resident, copy);
     end_fill(gpu, copy, QKVI_COPY_RESIDENT);
     return;
   }
@@ -288,7 +304,7 @@ void qkvi_gpu_drop_copies(qkvi_gpu *gpu) {
     DL_DELETE(gpu->queue, copy);
     end_fill(gpu, copy, QKVI_COPY_COUNTED);
   }
-  while (gpu->resident != NULL) leave_gpu(gpu, gpu->resident);
+  while (gpu->resident.count > 0) leave_gpu(gpu, gpu->resident.items[gpu->resident.count - 1].copy);
 }
 
 void qkvi_gpu_destroy_copies(qkvi_gpu *gpu) {

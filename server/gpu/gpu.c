@@ -219,6 +219,7 @@ static void deinit(qkvi_gpu *gpu) {
   qkvi_gpu_destroy_copies(gpu);
   pthread_cond_destroy(&gpu->changed);
   pthread_mutex_destroy(&gpu->lock);
+  free(gpu->resident.items);
   free(gpu->image);
   free(gpu);
 }
@@ -264,7 +265,7 @@ qkvi_gpu_stats qkvi_gpu_read(qkvi_gpu *gpu) {
                           .sessions = atomic_load_explicit(&gpu->device.sessions, memory_order_relaxed),
                           .bytes_limit = gpu->config.memory_bytes,
                           .bytes = info.heap.bytes_used,
-                          .ranges = gpu->resident_count,
+                          .ranges = gpu->resident.count,
                           .uploaded_bytes = info.uploaded_bytes,
                           .down = !gpu->usable};
   for (size_t i = 0; i < QKVI_GPU_COUNTERS; i++) stats.counts[i] = qkv_metric_read(&gpu->counts[i]);

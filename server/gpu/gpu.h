@@ -7,7 +7,7 @@
 //
 // The host's images stay, so what a GPU loses nobody misses. A copy is of images by their serials: it is used only
 // while the range has just these. It goes when the range is gone, leaves memory or gets other tiers, and when memory
-// on the GPU is needed for a range that is attended now while this one has not been for a while.
+// on the GPU is needed for a range that gets more attention (attention.h).
 //
 // Failure: memory that runs out leaves ranges with the CPU. Any other error of the driver, or a call that does not
 // end, takes the GPU out of use: requests go on with the CPU, and the thread opens it again later, after 10 s first,
@@ -32,13 +32,13 @@ typedef struct qkvi_gpu_config {
   const char *device;         // its number or UUID (storage/gpu/device.h)
   const char *kernels;        // file that the kernels are in; NULL: those of this program
   uint32_t admit_attends;     // of a range, before it is uploaded
-  int64_t sticky_ms;          // a range that was attended less long ago stays
+  int64_t half_life_ms;       // of what is counted of a range's attention, > 0
   int64_t retry_ms;           // after the first failure
   qkv_metric_value *metrics;  // [QKV_METRIC_COUNT]
 } qkvi_gpu_config;
 
 #define QKVI_GPU_ADMIT_ATTENDS 2
-#define QKVI_GPU_STICKY_MS 1000
+#define QKVI_GPU_HALF_LIFE_MS 10000
 #define QKVI_GPU_RETRY_MS 10000
 
 typedef struct qkvi_gpu qkvi_gpu;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "engine/cache/page_range.h"
+#include "server/gpu/attention.h"
 #include "server/gpu/gpu.h"
 #include "storage/gpu/device.h"
 
@@ -34,14 +35,15 @@ struct qkv_device_copy {
   bool forgotten;  // not in the table any more: freed by its last user
   uint32_t users;  // calls that may read it
   uint32_t attends;
-  int64_t used_ms;
+  double attention;                   // attention.h: of all its pages
+  size_t place;                       // resident: its place in gpu->resident
   uint32_t pages;                     // of which it has images
   uint64_t serials[QKV_RANGE_PAGES];  // of these; unfit: of those that were looked at
   uint64_t places[QKV_RANGE_PAGES];   // offsets of images that lie there as in memory; 0: it is expanded
   qkv_cuda_memory at;                 // resident: the list of addresses, then the images
   uint64_t bytes;
   uint8_t *buffer;                      // filled: the same, addresses counted from 0
-  struct qkv_device_copy *prev, *next;  // by use, or in the queue
+  struct qkv_device_copy *prev, *next;  // in the queue
   UT_hash_handle hh;
 };
 
@@ -72,9 +74,10 @@ struct qkvi_gpu {
   int64_t full_until_ms;                                // no memory was found: none is looked for before
   qkvi_gpu_lent *given_back;                            // to be closed by the thread
   struct qkv_device_copy *table;
-  struct qkv_device_copy *resident;  // from the longest unused one on
+  qkvi_gpu_ranks resident;  // by attention
   struct qkv_device_copy *queue;
-  size_t filled, resident_count;
+  size_t filled;
+  bool full;                   // memory was not found, and none has been given back since
   qkv_cuda_memory tables;      // qkv_simt_tables
   qkv_cuda_memory row_tables;  // qkv_simt_encode_tables, which begin with qkv_simt_row_tables
   qkvi_gpu_slot slots[QKVI_GPU_CALLS];

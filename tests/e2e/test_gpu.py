@@ -243,7 +243,7 @@ def test_the_benchmark_attends_on_it():
 # ---- One that is full ----
 
 def test_memory_that_fills(kernels):
-    """Ranges of 64 pages, more than fit: the longest unused leave once they have not been attended for a second."""
+    """Ranges of 64 pages, more than fit: of those that get least attention one leaves for one that gets more."""
     tokens, ranges = 64 * PAGE, 32
     with with_gpu(kernels, memory="16MiB") as daemon, Daemon(*ALIKE) as other:
         session = Pair((daemon, other), "s", key_dim=64, value_dim=64, bits_v=4)

@@ -116,6 +116,7 @@ static void check_averages(const question *asked, double share) {
   const uint32_t group = model->q_heads / model->kv_heads;
   float *k = decoded_rows(layer, QKV_K), values[QKV_PAGE_TOKENS];
   double *weights = calloc(layer->length, sizeof *weights), *mean = calloc(layer->length, sizeof *mean);
+  double *of_ranges = calloc(layer->range_count + 1, sizeof *of_ranges);
   for (uint32_t h = 0; h < model->kv_heads; h++) {
     memset(mean, 0, layer->length * sizeof *mean);
     for (int64_t query = 0; query < queries; query++) {
@@ -130,6 +131,7 @@ static void check_averages(const question *asked, double share) {
       qkv_ema_read(qkv_layer_ema(layer, i), layer->clock, h, qkv_ema_clock_now(layer->clock), values);
       for (uint32_t t = 0; t < entry->tokens; t++) {
         const double expected = mean[entry->position + t];
+        of_ranges[qkv_layer_range_of(layer, i)] += expected / model->kv_heads;
         if (!(fabs((double)values[t] - expected) <= 0.003 * expected + 0x1p-28 / share)) {
           fail_msg("head %u token %u: %g, expected %g", h, (unsigned)entry->position + t, (double)values[t],
                    expected);
@@ -137,9 +139,15 @@ static void check_averages(const question *asked, double share) {
       }
     }
   }
+  for (size_t i = 0; i < layer->range_count; i++) {
+    const double got = (double)qkv_ema_average(&atomic_load(&layer->ranges[i].emas)->attention);
+    if (!(fabs(got - of_ranges[i]) <= 0.003 * of_ranges[i] + 0x1p-28))
+      fail_msg("range %zu: %g, expected %g", i, got, of_ranges[i]);
+  }
   free(k);
   free(weights);
   free(mean);
+  free(of_ranges);
 }
 
 static void attend_counts_its_own_weights(void **state) {

@@ -50,6 +50,7 @@ static void start_gpu(world *w) {
                                   .device = "0",
                                   .kernels = w->kernels,
                                   .admit_attends = 1,
+                                  .half_life_ms = 1000,
                                   .retry_ms = 2,
                                   .metrics = w->metrics};
   if (qkvi_gpu_create(&config, &w->gpu, &error) != QKV_OK) fail_msg("%s", error.text);

@@ -65,12 +65,12 @@ static int64_t count_of(const world *w, qkv_metric_id metric) {
 
 // ---- Life ----
 
-static void start_gpus(world *w, uint64_t memory_bytes, int64_t sticky_ms) {
+static void start_gpus(world *w, uint64_t memory_bytes, int64_t half_life_ms) {
   qkv_error error = {0};
   const qkvi_gpu_config config = {.memory_bytes = memory_bytes,
                                   .kernels = w->kernels,
                                   .admit_attends = 1,
-                                  .sticky_ms = sticky_ms,
+                                  .half_life_ms = half_life_ms,
                                   .retry_ms = 2,
                                   .metrics = w->metrics};
   const char *names[] = {"0", "GPU-b0b1b2b3-b4b5-b6b7-b8b9-babbbcbdbebf"};
@@ -111,7 +111,7 @@ static void calibrate(const world *w, bool on) {
   qkv_calibration_slot_set(w->slot, on ? w->calibration : NULL);
 }
 
-static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t sticky_ms, uint64_t seed) {
+static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t half_life_ms, uint64_t seed) {
   qkv_error error = {0};
   const qkv_model *registered;
   *w = (world){.seed = seed};
@@ -136,7 +136,7 @@ static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t stic
     spread_rows(&w->rows);
     w->calibration = calibration_of(w);
   }
-  start_gpus(w, memory_bytes, sticky_ms);
+  start_gpus(w, memory_bytes, half_life_ms);
   w->store = qkv_store_create(&(qkv_store_config){.memory_budget = (uint64_t)w->values.memory_budget,
                                                   .models_max = 1,
                                                   .sessions_max = 2 * SESSIONS,
@@ -327,7 +327,7 @@ static void break_something(uint64_t *seed) {
 
 static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes) {
   world w;
-  setup(&w, calibrated, memory_bytes, 0, first_seed);
+  setup(&w, calibrated, memory_bytes, 1, first_seed);
   for (uint64_t i = 0; i < count; i++) {
     if (calibrated && random_below(&w.seed, 100) == 0) calibrate(&w, random_below(&w.seed, 3) > 0);
     const size_t at = random_below(&w.seed, SESSIONS);
@@ -389,7 +389,7 @@ static qkv_session *inner_range(world *w, qkv_session **fork) {
 static void check_residency(bool calibrated) {
   world w;
   qkv_session *fork;
-  setup(&w, calibrated, 4 << 20, 0, first_seed + 2);
+  setup(&w, calibrated, 4 << 20, 1, first_seed + 2);
   uint64_t seed = w.seed;
   qkv_session *session = inner_range(&w, &fork);
   wait_for_ranges(&w, session, &seed, 1);
@@ -444,7 +444,7 @@ static void a_gpu_that_fails_leaves_the_other(void **unused) {
   (void)unused;
   world w;
   qkv_session *sessions[4], *forks[4];
-  setup(&w, false, 16 << 20, 0, first_seed + 3);
+  setup(&w, false, 16 << 20, 1, first_seed + 3);
   uint64_t seed = w.seed;
   for (size_t i = 0; i < 4; i++) sessions[i] = inner_range(&w, &forks[i]);
   assert_int_equal(read_gpu(&w, 0).sessions, 4);  // two, and forks where their parents are
@@ -493,8 +493,9 @@ static void names_are_checked(void **unused) {
       {{NULL}, 0, "--gpu-devices has 0 names, allowed are 1 to 64"},
   };
   world w;
-  setup(&w, false, 16 << 20, 0, first_seed);
-  const qkvi_gpu_config config = {.memory_bytes = 16 << 20, .kernels = w.kernels, .metrics = w.metrics};
+  setup(&w, false, 16 << 20, 1, first_seed);
+  const qkvi_gpu_config config = {
+      .memory_bytes = 16 << 20, .kernels = w.kernels, .half_life_ms = 1, .metrics = w.metrics};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     qkv_error error = {0};
     qkvi_gpus *gpus = NULL;
@@ -531,7 +532,7 @@ static void *read_on(void *context) {
 static void change_meanwhile(bool calibrated, uint64_t memory_bytes) {
   world w;
   reader readers[READERS];
-  setup(&w, calibrated, memory_bytes, 0, first_seed + 1);
+  setup(&w, calibrated, memory_bytes, 1, first_seed + 1);
   for (size_t i = 0; i < READERS; i++) {
     w.sessions[i] = i == 0 ? open_session(&w) : fork_session(&w, w.sessions[0]);
     append(&w, w.sessions[i], 200);
