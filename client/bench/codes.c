@@ -22,6 +22,8 @@ const qkv_option qkvi_bench_codes_options[QKV_BENCH_CODES_OPTIONS] = {
      "tokens, in whole pages of 64"},
     {"dim", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, dim), "128", 8, 1024, "N", "width of a row"},
     {"kv-heads", QKV_OPTION_INTEGER, offsetof(qkv_bench_settings, kv_heads), "8", 1, 128, "N", "KV heads"},
+    {"codec", QKV_OPTION_STRING, offsetof(qkv_bench_settings, codec), "embedded", 0, 0, "NAME",
+     "a codec of the table (docs/codecs.md)"},
     {"bits", QKV_OPTION_REAL, offsetof(qkv_bench_settings, code_k), "4", 0.125, 8, "BITS",
      "code bits of keys and values, a multiple of 1/8"},
     {"anchor", QKV_OPTION_STRING, offsetof(qkv_bench_settings, anchor), "none", 0, 0, "KIND",
@@ -118,12 +120,14 @@ static int choose_frame(qkv_bench_codes *codes, qkv_purpose *purpose) {
 static int make_coder(qkv_bench_codes *codes, qkv_purpose purpose) {
   const qkv_bench_settings *settings = codes->settings;
   qkv_error error = {0};
-  qkv_policy policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
+  qkv_policy policy = {.codec = qkv_codec_by_name(settings->codec),
                        .bits_k = settings->code_k,
                        .bits_v = settings->code_k,
                        .recent_window = 0,
                        .anchor_said = true,
                        .low_rank_said = true};
+  if (policy.codec == NULL || qkv_codec_is_exact(policy.codec))
+    return qkv_program_failed("--codec is %s, not a codec of pages", settings->codec);
   if (!qkv_anchor_parse(settings->anchor, &policy.anchor.kind)) {
     return qkv_program_failed("--anchor is %s, not none, mean, group, chain or auto", settings->anchor);
   }

@@ -20,7 +20,7 @@ typedef struct qkv_bench_codes {
   float *floats[2];   // scratch memory for a page's rows
 } qkv_bench_codes;
 
-#define QKV_BENCH_CODES_OPTIONS 12
+#define QKV_BENCH_CODES_OPTIONS 13
 extern const qkv_option qkvi_bench_codes_options[QKV_BENCH_CODES_OPTIONS];
 
 // Says what is wrong on standard error and returns an exit status; 0 if all is well.

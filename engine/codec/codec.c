@@ -6,6 +6,7 @@
 
 #include "engine/codec/commvq.h"
 #include "engine/codec/delta.h"
+#include "engine/codec/ecsq.h"
 #include "engine/codec/embedded.h"
 #include "engine/codec/int8.h"
 #include "engine/codec/kivi.h"
@@ -71,6 +72,7 @@ static const qkv_codec *const codecs[] = {
     &qkvi_codec_kivi_delta,
     &qkvi_codec_polarquant_delta,
     &qkvi_codec_turboquant_outliers_delta,
+    &qkvi_codec_ecsq,
 };
 enum { CODECS = sizeof codecs / sizeof *codecs };
 _Static_assert(CODECS <= QKV_CODECS_MAX, "qkv_section_wants has a row for each");

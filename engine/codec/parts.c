@@ -56,20 +56,22 @@ bool qkvi_whole_bits_valid(double bits) {
 // ---- Coders ----
 
 // With so many query heads on one KV head an error is seen as often: a bit more halves it twice.
-static uint8_t bits_of(const qkv_coder_spec *spec, const qkv_policy *policy, const qkv_codec *codec, double bits) {
+static double bits_of(const qkv_coder_spec *spec, const qkv_policy *policy, const qkv_codec *codec, double bits) {
   const uint32_t group = spec->q_heads / spec->kv_heads;
   for (uint64_t seen = 1; policy->gqa_compensation && seen < group; seen *= 4) {
     if (bits + 1 <= QKV_DEPTH_MAX && codec->bits_valid(bits + 1)) bits += 1;
   }
-  return (uint8_t)bits;
+  return bits;
 }
 
 static void init_part(const qkv_coder_spec *spec, const qkv_policy *policy, qkv_part part, qkv_part_coder *coder) {
   const qkv_codec *codec = qkv_policy_codec(policy, part);
+  const double bits = bits_of(spec, policy, codec, part == QKV_K ? policy->bits_k : policy->bits_v);
   *coder = (qkv_part_coder){.codec = codec->part,
                             .part = part,
                             .dim = (uint16_t)(part == QKV_K ? spec->key_dim : spec->value_dim),
-                            .bits = bits_of(spec, policy, codec, part == QKV_K ? policy->bits_k : policy->bits_v)};
+                            .bits = (uint8_t)bits,
+                            .tier = (uint8_t)(bits * QKV_TIER_BIT)};
   memcpy(coder->parameters, policy->parameters[part], sizeof coder->parameters);
   qkvi_part_defaults(codec, coder->parameters);
   coder->codec->init(coder);
@@ -114,7 +116,7 @@ void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, ui
     for (qkv_part part = QKV_K; part <= QKV_V; part++) init_part(spec, policy, part, &coder->parts[part]);
     *bytes += init_heads(spec, coder);
     coder->base.kind = (uint32_t)policy->codec->id << 24 | (uint32_t)coder->parts[QKV_V].codec->id << 16 |
-                       (uint32_t)coder->parts[QKV_K].bits << 8 | coder->parts[QKV_V].bits;
+                       (uint32_t)coder->parts[QKV_K].tier << 8 | coder->parts[QKV_V].tier;
     coders[layer] = &coder->base;
   }
   const size_t phases = made->phases != NULL ? qkv_phases_bytes(spec->rope) : 0;
@@ -137,17 +139,48 @@ static size_t head_bytes(const parts_coder *coder) {
   return (size_t)coder->parts[QKV_K].block_bytes + coder->parts[QKV_V].block_bytes;
 }
 
-size_t qkvi_parts_page_bytes_max(const qkv_coder *coder) {
-  return HEAD_BYTES + coder->kv_heads * head_bytes(own(coder));
+static size_t aligned(size_t bytes, size_t to) {
+  return (bytes + to - 1) / to * to;
 }
 
+// Whether blocks have ends of their own.
+static bool streams(const qkv_coder *coder) {
+  return own(coder)->parts[QKV_K].codec->stream != NULL || own(coder)->parts[QKV_V].codec->stream != NULL;
+}
+
+static size_t block_align(const qkv_coder *coder) {
+  const bool all = own(coder)->parts[QKV_K].codec->stream != NULL && own(coder)->parts[QKV_V].codec->stream != NULL;
+  return all ? sizeof(uint16_t) : ALIGN;
+}
+
+// Where blocks begin.
+static size_t blocks_at(const qkv_coder *coder) {
+  return HEAD_BYTES + (streams(coder) ? aligned((size_t)2 * coder->kv_heads * sizeof(uint32_t), ALIGN) : 0);
+}
+
+size_t qkvi_parts_page_bytes_max(const qkv_coder *coder) {
+  return blocks_at(coder) + coder->kv_heads * head_bytes(own(coder));
+}
+
+// Where the i-th block ends.
+static uint32_t block_end(const void *page, size_t i) {
+  uint32_t end;
+  memcpy(&end, (const uint8_t *)page + HEAD_BYTES + i * sizeof end, sizeof end);
+  return end;
+}
+
+// Where a block begins, with or without ends.
 static const uint8_t *block_of(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part) {
+  const size_t i = 2 * (size_t)kv_head + part;
+  if (streams(coder))
+    return (const uint8_t *)page + blocks_at(coder) +
+           (i == 0 ? 0 : aligned(block_end(page, i - 1), block_align(coder)));
   return (const uint8_t *)page + HEAD_BYTES + kv_head * head_bytes(own(coder)) +
          (part == QKV_V ? own(coder)->parts[QKV_K].block_bytes : 0);
 }
 
 // What is between the header and the blocks.
-static void write_parts(const qkv_part_coder parts[2], uint8_t out[PARTS_BYTES]) {
+static void write_parts(const qkv_part_coder *parts, uint8_t out[PARTS_BYTES]) {
   memset(out, 0, PARTS_BYTES);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     const qkv_part_coder *coder = &parts[part];
@@ -155,6 +188,7 @@ static void write_parts(const qkv_part_coder parts[2], uint8_t out[PARTS_BYTES])
     to[0] = coder->codec->id;
     to[1] = coder->codec->version;
     to[2] = coder->bits;
+    to[3] = coder->tier % QKV_TIER_BIT;
     memcpy(to + 4, &coder->block_bytes, sizeof coder->block_bytes);
     memcpy(to + 8, coder->parameters, PART_PARAMETERS * sizeof(uint32_t));
     memcpy(more, coder->parameters + PART_PARAMETERS, MORE_PARAMETERS * sizeof(uint32_t));
@@ -170,6 +204,18 @@ typedef struct encode_job {
   void *image;
 } encode_job;
 
+// A head's rows [64][dim], as its codec takes them.
+static void bring_rows(const encode_job *job, size_t index, const qkv_part_coder *of, float *rows) {
+  const qkv_coder *coder = job->coder;
+  const size_t dim = of->dim, bytes = dim * qkv_dtype_size(job->dtype);
+  const uint8_t *from = (const uint8_t *)job->rows[of->part] + index * bytes;
+  for (size_t t = 0; t < job->tokens; t++)
+    qkv_to_float(job->dtype, from + t * coder->kv_heads * bytes, rows + t * dim, dim);
+  memset(rows + job->tokens * dim, 0, (QKV_PAGE_TOKENS - job->tokens) * dim * sizeof *rows);
+  if (codes_before_rope(coder, of->part))
+    qkv_phases_inverse(own(coder)->phases, job->position, job->tokens, dim, rows);
+}
+
 static void encode_head(void *context, size_t index, size_t worker) {
   const encode_job *job = context;
   const qkv_coder *coder = job->coder;
@@ -177,19 +223,138 @@ static void encode_head(void *context, size_t index, size_t worker) {
   (void)worker;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     const qkv_part_coder of = part_of(coder, (uint16_t)index, part);
-    const size_t dim = of.dim, bytes = dim * qkv_dtype_size(job->dtype);
-    const uint8_t *from = (const uint8_t *)job->rows[part] + index * bytes;
-    for (size_t t = 0; t < job->tokens; t++)
-      qkv_to_float(job->dtype, from + t * coder->kv_heads * bytes, rows + t * dim, dim);
-    memset(rows + job->tokens * dim, 0, (QKV_PAGE_TOKENS - job->tokens) * dim * sizeof *rows);
-    if (codes_before_rope(coder, part)) qkv_phases_inverse(own(coder)->phases, job->position, job->tokens, dim, rows);
+    bring_rows(job, index, &of, rows);
     of.codec->encode(&of, rows, job->tokens, (uint8_t *)block_of(coder, job->image, (uint16_t)index, part));
   }
 }
 
+// ---- Blocks without a fixed size ----
+
+typedef struct stream_job {
+  encode_job encode;
+  size_t bytes[2], stride;  // of a head's parts, prepared, and of a head
+  uint8_t *prepared;
+  unsigned step;
+  size_t *sizes;  // [kv_heads], as measured
+} stream_job;
+
+static size_t prepared_bytes(const qkv_part_coder *of) {
+  return aligned(of->codec->stream != NULL ? of->codec->stream->prepared_bytes(of) : of->block_bytes, ALIGN);
+}
+
+static uint8_t *prepared_of(const stream_job *job, size_t head, qkv_part part) {
+  return job->prepared + head * job->stride + (part == QKV_V ? job->bytes[QKV_K] : 0);
+}
+
+static void prepare_head(void *context, size_t index, size_t worker) {
+  const stream_job *job = context;
+  float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
+  (void)worker;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkv_part_coder of = part_of(job->encode.coder, (uint16_t)index, part);
+    uint8_t *to = prepared_of(job, index, part);
+    bring_rows(&job->encode, index, &of, rows);
+    if (of.codec->stream != NULL) {
+      of.codec->stream->prepare(&of, job->encode.position, rows, job->encode.tokens, to);
+    } else {
+      memset(to, 0, of.block_bytes);
+      of.codec->encode(&of, rows, job->encode.tokens, to);
+    }
+  }
+}
+
+static void measure_head(void *context, size_t index, size_t worker) {
+  const stream_job *job = context;
+  (void)worker;
+  job->sizes[index] = 0;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkv_part_coder of = part_of(job->encode.coder, (uint16_t)index, part);
+    const qkv_part_stream *stream = of.codec->stream;
+    const size_t bytes =
+        stream != NULL ? stream->measure(&of, prepared_of(job, index, part), job->step) : of.block_bytes;
+    job->sizes[index] += aligned(bytes, block_align(job->encode.coder));
+  }
+}
+
+static void each_head(const stream_job *job, qkv_pool *pool, void (*call)(void *, size_t, size_t)) {
+  if (pool != NULL) return qkv_pool_loop(pool, job->encode.coder->kv_heads, call, (void *)job);
+  for (size_t h = 0; h < job->encode.coder->kv_heads; h++) call((void *)job, h, 0);
+}
+
+static size_t measure_page(stream_job *job, qkv_pool *pool, unsigned step) {
+  size_t bytes = 0;
+  job->step = step;
+  each_head(job, pool, measure_head);
+  for (size_t h = 0; h < job->encode.coder->kv_heads; h++) bytes += job->sizes[h];
+  return bytes;
+}
+
+// The least step that is within the bytes, as measured. A step is a sixteenth of an octave, so that a coordinate that
+// has codes takes a sixteenth of a bit less: the next guess is made with that.
+static unsigned find_step(stream_job *job, qkv_pool *pool, size_t bytes) {
+  const qkv_coder *coder = job->encode.coder;
+  const size_t coordinates = (size_t)QKV_PAGE_TOKENS * coder->kv_heads * (coder->key_dim + coder->value_dim);
+  const double guess = 8.0 * 16 / (double)coordinates;
+  unsigned low = 0, high = QKV_PART_STEP_LAST, step = (QKV_PART_STEP_LAST + 1) / 2;  // low is taken to be too large
+  while (high - low > 1) {
+    const size_t taken = measure_page(job, pool, step);
+    double next = step + ((double)taken - (double)bytes) * guess;
+    if (taken > bytes) {
+      low = step;
+    } else {
+      high = step;
+      next = floor(next) - 0.5;
+    }
+    step = next <= low + 1 ? low + 1 : next >= high - 1 ? high - 1 : (unsigned)next;
+  }
+  return high;
+}
+
+// Whether the blocks fit; else the page is left with anything in it. `end` gets where they end.
+static bool write_blocks(const stream_job *job, unsigned step, size_t *end) {
+  const qkv_coder *coder = job->encode.coder;
+  const size_t first = blocks_at(coder), align = block_align(coder), last = qkvi_parts_page_bytes_max(coder) - first;
+  uint8_t *image = job->encode.image;
+  size_t at = 0;
+  for (size_t i = 0; i < 2 * (size_t)coder->kv_heads; i++) {
+    const qkv_part part = i % 2 == 0 ? QKV_K : QKV_V;
+    const qkv_part_coder of = part_of(coder, (uint16_t)(i / 2), part);
+    const uint8_t *from = prepared_of(job, i / 2, part);
+    const qkv_part_stream *stream = of.codec->stream;
+    size_t bytes = of.block_bytes;
+    if (stream != NULL) bytes = stream->write(&of, from, step, image + first + at, last - at);
+    if (bytes == 0 || aligned(bytes, align) > last - at) return false;
+    if (stream == NULL) memcpy(image + first + at, from, bytes);
+    memset(image + first + at + bytes, 0, aligned(bytes, align) - bytes);
+    const uint32_t word = (uint32_t)(at + bytes);
+    at += aligned(bytes, align);
+    memcpy(image + HEAD_BYTES + i * sizeof word, &word, sizeof word);
+  }
+  *end = aligned(first + at, ALIGN);
+  memset(image + first + at, 0, *end - first - at);
+  return true;
+}
+
+static size_t encode_streams(const encode_job *encode, qkv_pool *pool) {
+  const qkv_coder *coder = encode->coder;
+  stream_job job = {.encode = *encode};
+  size_t end = 0;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++)
+    job.stride += job.bytes[part] = prepared_bytes(&own(coder)->parts[part]);
+  job.prepared = aligned_alloc(ALIGN, coder->kv_heads * job.stride);
+  job.sizes = calloc(coder->kv_heads, sizeof *job.sizes);
+  if (job.prepared == NULL || job.sizes == NULL) abort();
+  each_head(&job, pool, prepare_head);
+  unsigned step = find_step(&job, pool, qkvi_parts_page_bytes_max(coder) - blocks_at(coder));
+  for (; !write_blocks(&job, step, &end); step++) assert(step < QKV_PART_STEP_LAST);
+  free(job.prepared);
+  free(job.sizes);
+  return end;
+}
+
 size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,
                          const void *v, qkv_pool *pool, void *image) {
-  const size_t bytes = qkvi_parts_page_bytes_max(coder);
+  size_t bytes = qkvi_parts_page_bytes_max(coder);
   encode_job job = {
       .coder = coder, .position = position, .tokens = tokens, .dtype = dtype, .rows = {k, v}, .image = image};
   qkv_page_header *header = image;
@@ -198,8 +363,8 @@ size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tok
   *header = (qkv_page_header){.magic = QKV_PAGE_MAGIC,
                               .version = QKV_PARTS_VERSION,
                               .codec = coder->codec->id,
-                              .tier_k = (uint8_t)(own(coder)->parts[QKV_K].bits * QKV_TIER_BIT),
-                              .tier_v = (uint8_t)(own(coder)->parts[QKV_V].bits * QKV_TIER_BIT),
+                              .tier_k = own(coder)->parts[QKV_K].tier,
+                              .tier_v = own(coder)->parts[QKV_V].tier,
                               .bytes = (uint32_t)bytes,
                               .layer = coder->layer,
                               .position = position,
@@ -209,7 +374,9 @@ size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tok
                               .value_dim = coder->value_dim,
                               .calibration = coder->calibration};
   write_parts(own(coder)->parts, (uint8_t *)(header + 1));
-  if (pool != NULL) {
+  if (streams(coder)) {
+    header->bytes = (uint32_t)(bytes = encode_streams(&job, pool));
+  } else if (pool != NULL) {
     qkv_pool_loop(pool, coder->kv_heads, encode_head, &job);
   } else {
     for (size_t h = 0; h < coder->kv_heads; h++) encode_head(&job, h, 0);
@@ -224,7 +391,8 @@ size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tok
 static void fetch_ahead(const qkv_coder *coder, const qkv_query_block *queries, size_t place, uint16_t kv_head) {
   const void *page = queries->ahead[place].page;
   const qkv_part part = queries->ahead[place].part;
-  if (page == NULL || ((const qkv_page_header *)page)->bytes != qkvi_parts_page_bytes_max(coder)) return;
+  if (page == NULL || streams(coder)) return;
+  if (((const qkv_page_header *)page)->bytes != qkvi_parts_page_bytes_max(coder)) return;
   const uint8_t *block = block_of(coder, page, kv_head, part);
   for (size_t i = 0; i < own(coder)->parts[part].block_bytes; i += ALIGN) __builtin_prefetch(block + i);
 }
@@ -333,6 +501,7 @@ uint32_t qkvi_parts_rows_match(const qkv_coder *coder, const void *page, uint16_
     qkv_phases_inverse(own(coder)->phases, header->position, first + tokens, of.dim, before);
     rows = before + first * of.dim;
   }
+  if (of.codec->stream != NULL) return of.codec->stream->matching(&of, block, first, tokens, rows);
   for (uint32_t t = 0; t < tokens; t++) {
     if (!of.codec->matches(&of, block, first + t, rows + (size_t)t * of.dim)) return t;
   }
@@ -349,9 +518,9 @@ static qkv_status validate_numbers(const qkv_coder *coder, const qkv_page_header
       {"magic", header->magic, QKV_PAGE_MAGIC},
       {"version", header->version, QKV_PARTS_VERSION},
       {"codec", header->codec, coder->codec->id},
-      {"tier_k", header->tier_k, (uint64_t)own(coder)->parts[QKV_K].bits * QKV_TIER_BIT},
-      {"tier_v", header->tier_v, (uint64_t)own(coder)->parts[QKV_V].bits * QKV_TIER_BIT},
-      {"bytes", header->bytes, qkvi_parts_page_bytes_max(coder)},
+      {"tier_k", header->tier_k, own(coder)->parts[QKV_K].tier},
+      {"tier_v", header->tier_v, own(coder)->parts[QKV_V].tier},
+      {"bytes", header->bytes, streams(coder) ? header->bytes : qkvi_parts_page_bytes_max(coder)},
       {"kv_heads", header->kv_heads, coder->kv_heads},
       {"key_dim", header->key_dim, coder->key_dim},
       {"value_dim", header->value_dim, coder->value_dim},
@@ -387,6 +556,37 @@ static qkv_status validate_parts(const qkv_coder *coder, const uint8_t *image, q
   return QKV_OK;
 }
 
+static bool all_zero(const uint8_t *image, size_t begin, size_t end) {
+  for (size_t i = begin; i < end; i++) {
+    if (image[i] != 0) return false;
+  }
+  return true;
+}
+
+// Blocks follow each other without gaps, and what pads is 0.
+static qkv_status validate_ends(const qkv_coder *coder, const uint8_t *image, size_t bytes, qkv_error *error) {
+  const size_t first = blocks_at(coder), blocks = 2 * (size_t)coder->kv_heads;
+  const size_t align = block_align(coder);
+  size_t before = 0;
+  if (bytes < first || bytes > qkvi_parts_page_bytes_max(coder) || bytes % ALIGN != 0)
+    return qkv_fail(error, QKV_DATA_LOSS, "page.bytes is %zu, allowed are multiples of 64 from %zu to %zu", bytes,
+                    first, qkvi_parts_page_bytes_max(coder));
+  for (size_t i = 0; i < blocks; i++) {
+    const qkv_part_coder *of = &own(coder)->parts[i % 2];
+    const size_t end = block_end(image, i);
+    const bool sized = of->codec->stream != NULL || end == before + of->block_bytes;
+    if (end < before || aligned(end, align) > bytes - first || !sized ||
+        !all_zero(image, first + end, first + aligned(end, align)))
+      return qkv_fail(error, QKV_DATA_LOSS, "page: block %zu ends at %zu, that before it at %zu of %zu", i, end,
+                      before, bytes - first);
+    before = aligned(end, align);
+  }
+  if (aligned(first + before, ALIGN) == bytes && all_zero(image, first + before, bytes) &&
+      all_zero(image, HEAD_BYTES + blocks * sizeof(uint32_t), first))
+    return QKV_OK;
+  return qkv_fail(error, QKV_DATA_LOSS, "page: what is around the blocks is not as it should be");
+}
+
 static qkv_status validate_checksum(const uint8_t *image, const qkv_page_header *header, qkv_error *error) {
   static const uint64_t none = 0;
   XXH3_state_t *state = XXH3_createState();
@@ -410,11 +610,17 @@ qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t
   if (header.bytes != bytes)
     return qkv_fail(error, QKV_DATA_LOSS, "page.bytes is %u, there are %zu", header.bytes, bytes);
   QKV_TRY(validate_parts(coder, image, error));
+  if (streams(coder)) QKV_TRY(validate_ends(coder, image, bytes, error));
   QKV_TRY(validate_checksum(image, &header, error));
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       const qkv_part_coder of = part_of(coder, h, part);
-      const char *wrong = of.codec->validate(&of, block_of(coder, image, h, part));
+      const uint8_t *block = block_of(coder, image, h, part);
+      const qkv_part_stream *stream = of.codec->stream;
+      const char *wrong = stream != NULL ? stream->validate(&of, block,
+                                                            (size_t)((const uint8_t *)image + blocks_at(coder) +
+                                                                     block_end(image, 2 * (size_t)h + part) - block))
+                                         : of.codec->validate(&of, block);
       if (wrong == NULL) continue;
       return qkv_fail(error, QKV_DATA_LOSS, "page: KV head %u: %s: %s", h, part == QKV_K ? "keys" : "values", wrong);
     }

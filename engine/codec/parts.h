@@ -4,7 +4,7 @@
 //
 //   page of parts                            a part
 //   +-----------------------------+  0        0  u8 codec id           1  u8 version of the codec's block
-//   | header (page.h), version 1  |           2  u8 bits a coordinate  3  u8 0
+//   | header (page.h), version 1  |           2  u8 bits a coordinate  3  u8 eighths of a bit
 //   +-----------------------------+  64       4  u32 bytes of a block
 //   | part: keys                  |           8  u32 first parameter  12  u32 second parameter (as a policy has them)
 //   +-----------------------------+  80
@@ -12,10 +12,16 @@
 //   +-----------------------------+  96       u32 third and fourth parameter of keys, and of values
 //   | parameters, zeros           |
 //   +-----------------------------+  128
-//   | head 0: block of keys       |  blocks are multiples of 64 bytes
+//   | [ u32 end of each block,    |  where blocks of keys or values have no fixed size: in the order of the blocks,
+//   |   zeros to a multiple of 64]|  bytes from the first one's begin
+//   +-----------------------------+
+//   | head 0: block of keys       |  blocks are multiples of 64 bytes; where neither have a fixed size, of 2
 //   |         block of values     |
 //   | head 1 ...                  |
+//   | [ zeros to a multiple of 64]|
 //   +-----------------------------+  bytes
+//
+// Byte 3 of a part is what its tier has above whole bits, in eighths.
 //
 // Of the header, `codec` is that of the keys, tiers are eighths of the bits, frame, features and outliers are 0, and
 // so is the calibration but of codecs that use one. Keys are coded as attended, or before RoPE where the codec has
@@ -39,12 +45,31 @@ typedef struct qkv_part_coder {
   const qkv_part_codec *codec;
   qkv_part part;
   uint16_t dim;
-  uint8_t bits;
+  uint8_t bits;  // whole ones of the tier
+  uint8_t tier;  // eighths of a bit
   bool in_loop;  // rows are differences to decoded ones (delta.h)
   uint32_t parameters[QKV_PARAMETERS_MAX];
   uint32_t block_bytes;  // of a head
   const void *tables;    // the codec's, for these numbers, of the process; or of the head
 } qkv_part_coder;
+
+// Of codecs whose blocks have no fixed size. All blocks of a page are written with one number, their step: the least,
+// which is the largest in bytes, that lets the page have no more bytes than its blocks' block_bytes together.
+typedef struct qkv_part_stream {
+  size_t (*prepared_bytes)(const qkv_part_coder *coder);
+  // As encode(), to what measure() and write() take, aligned to 64; `position` is that of slot 0.
+  void (*prepare)(const qkv_part_coder *coder, uint64_t position, const float *rows, uint32_t tokens, void *prepared);
+  // About the bytes that a step takes.
+  size_t (*measure)(const qkv_part_coder *coder, const void *prepared, unsigned step);
+  // The bytes, a multiple of 2; 0: `space` does not hold them. Of QKV_PART_STEP_LAST at most 4, whatever the rows.
+  size_t (*write)(const qkv_part_coder *coder, const void *prepared, unsigned step, uint8_t *block, size_t space);
+  // How many of a block's slots from `first` on are, one after the other, those of rows [tokens][dim].
+  uint32_t (*matching)(const qkv_part_coder *coder, const uint8_t *block, uint32_t first, uint32_t tokens,
+                       const float *rows);
+  // Any bytes: NULL, or what is wrong. The block's functions take what this lets pass.
+  const char *(*validate)(const qkv_part_coder *coder, const uint8_t *block, size_t bytes);
+} qkv_part_stream;
+#define QKV_PART_STEP_LAST 511u
 
 struct qkv_part_codec {
   uint8_t id;       // of the codec table
@@ -57,6 +82,7 @@ struct qkv_part_codec {
   size_t (*head_bytes)(const qkv_part_coder *coder);
   void (*head)(const qkv_part_coder *coder, const qkv_coder_spec *spec, const qkv_calibration *calibration,
                uint32_t layer, uint32_t kv_head, void *tables);
+  const qkv_part_stream *stream;  // in place of encode(), matches() and validate(); NULL: blocks have a fixed size
   // rows [64][dim], zeros from `tokens` on, to a block of zeros; keys before RoPE, where there is columns().
   void (*encode)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
   // Of keys: queries [n][dim] to what scores() takes, `ready` of QKV_QUERY_OWN_MAX bytes, aligned to 64. NULL: they

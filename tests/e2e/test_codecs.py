@@ -51,6 +51,8 @@ CODECS = {
                                          turboquant=model_pb2.Turboquant(rotation=2),
                                          turboquant_outliers=model_pb2.OutlierChannels(n_out=8),
                                          delta_stage=model_pb2.DeltaStage(anchor_every=8)), 0.2, 5e-5),
+    "ecsq": (POLICY(codec="ecsq", bits_k=3.5, bits_v=2.25), 0.02, 0.09),
+    "ecsq-kivi": (POLICY(codec="kivi", codec_v="ecsq", bits_k=4, bits_v=3), 0.009, 0.035),
     "two": (POLICY(codec="turboquant", codec_v="kivi", bits_k=4, bits_v=4), 0.0095, 0.009),
 }
 # Those that have daemons of their own: the code of files and disks is the same for all, and sanitizers make it slow.

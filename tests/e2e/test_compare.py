@@ -13,8 +13,9 @@ from test_cli import DATA, json_lines, run
 
 CODECS = {"embedded", "kivi", "turboquant", "turboquant-ip", "polarquant", "running-u8", "pq", "int8", "commvq",
           "turboquant-outliers", "turboquant-ip-outliers", "turboquant-low-rank", "kivi-low-rank", "turboquant-delta", "int8-delta",
-          "polarquant-low-rank", "int8-low-rank", "running-u8-low-rank", "kivi-delta", "polarquant-delta", "turboquant-outliers-delta"}
-CALIBRATED = {"embedded", "commvq", "pq", "turboquant-outliers", "turboquant-ip-outliers", "turboquant-outliers-delta"}
+          "polarquant-low-rank", "int8-low-rank", "running-u8-low-rank", "kivi-delta", "polarquant-delta", "turboquant-outliers-delta",
+          "ecsq"}
+CALIBRATED = {"embedded", "commvq", "ecsq", "pq", "turboquant-outliers", "turboquant-ip-outliers", "turboquant-outliers-delta"}
 
 
 def filled(make_cache, tokens=500, **fields):

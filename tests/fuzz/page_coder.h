@@ -4,7 +4,7 @@
 
 #include "tests/engine/codec/coder.h"
 
-#define FUZZ_PAGE_CODERS 21
+#define FUZZ_PAGE_CODERS 23
 
 // Whose encoder keeps the first rows and long ones as outliers.
 static inline const qkv_coder *fuzz_outlier_coder(qkv_coder *coder) {
@@ -27,7 +27,7 @@ static inline const qkv_coder *fuzz_parts_coder(const char *k, const char *v, do
                                .purpose = QKV_PURPOSE_ATTEND};
   const qkv_coder *coder = NULL;
   uint64_t bytes = 0;
-  static void *made[14];  // that no leak is found
+  static void *made[16];  // that no leak is found
   for (size_t i = 0; i < sizeof made / sizeof *made; i++) {
     if (made[i] != NULL) continue;
     made[i] = policy.codec->create(&spec, &coder, &bytes);
@@ -83,6 +83,10 @@ static inline const qkv_coder *fuzz_page_coder(size_t index) {
       return coders[index] = fuzz_parts_coder("kivi-delta", "polarquant-delta", 2, 3);
     case 20:
       return coders[index] = fuzz_parts_coder("turboquant-outliers-delta", "running-u8-low-rank", 3, 8);
+    case 21:
+      return coders[index] = fuzz_parts_coder("ecsq", "ecsq", 2.5, 2);
+    case 22:
+      return coders[index] = fuzz_parts_coder("ecsq", "kivi", 3, 2);
     default:
       return coders[index] =
                  fuzz_outlier_coder(coder_create_dense(&random, 2, 16, 16, 2.5, 2, QKV_FRAME_ARCHIVE, &rope));

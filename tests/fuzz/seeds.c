@@ -276,6 +276,7 @@ int main(int argc, char **argv) {
   write_page(argv[1], "outlier-channels", 15, 64);
   write_page(argv[1], "low-rank", 16, 64);
   write_page(argv[1], "deltas", 17, 50);
+  write_page(argv[1], "ecsq", 21, 50);
   write_request(argv[1], "wire", "append", false);
   write_request(argv[1], "items", "append", false);
   write_whole_session(argv[1]);

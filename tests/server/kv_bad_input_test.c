@@ -223,7 +223,7 @@ static void models_out_of_their_limits(void **state) {
       "model.policy.codec is \"zip\", known are embedded, exact, kivi, turboquant, polarquant, running-u8, "
       "turboquant-ip, pq, int8, commvq, turboquant-outliers, turboquant-ip-outliers, "
       "turboquant-low-rank, kivi-low-rank, turboquant-delta, int8-delta, polarquant-low-rank, int8-low-rank, "
-      "running-u8-low-rank, kivi-delta, polarquant-delta and turboquant-outliers-delta");
+      "running-u8-low-rank, kivi-delta, polarquant-delta, turboquant-outliers-delta and ecsq");
   policy.codec = (char *)"";
   policy.bits_k = 9;
   request.model = &model;

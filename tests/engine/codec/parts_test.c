@@ -57,6 +57,10 @@ static const way ways[] = {
     {"turboquant", "kivi", 3, 2, 0},
     {"kivi", "polarquant", 4, 5, 0},
     {"running-u8", "turboquant", 8, 1, 0},
+    {"ecsq", NULL, 2, 3.25, 0},
+    {"ecsq", NULL, 8, 1.25, 0},
+    {"ecsq", "kivi", 2.5, 4, 0},
+    {"turboquant", "ecsq", 4, 2, 0},
 };
 enum { WAYS = sizeof ways / sizeof *ways };
 static const uint16_t dims[] = {8, 64, 80, 128, 256};
@@ -373,6 +377,7 @@ static void golden_pages_stay_readable(void **state) {
   check_golden("parts_v1_polarquant-delta_k2_v3.bin", &(way){"polarquant-delta", NULL, 2, 3, 16}, 50);
   check_golden("parts_v1_turboquant-outliers-delta_k2_v3.bin", &(way){"turboquant-outliers-delta", NULL, 2, 3, 0},
                50);
+  check_golden("parts_v1_ecsq_k2.5_v2.bin", &(way){"ecsq", NULL, 2.5, 2, 0}, 50);
   check_golden("parts_v1_polarquant_k4_v2.bin", &(way){"polarquant", NULL, 4, 2, 0}, 64);
   check_golden("parts_v1_running-u8.bin", &(way){"running-u8", NULL, 8, 8, 0}, 64);
   check_golden("parts_v1_turboquant_k3_kivi_v2.bin", &(way){"turboquant", "kivi", 3, 2, 0}, 64);

@@ -86,6 +86,7 @@ Codec = Literal[
     "kivi-delta",
     "polarquant-delta",
     "turboquant-outliers-delta",
+    "ecsq",
 ]
 Rotation = Literal["", "hadamard", "dense"]
 
