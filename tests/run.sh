@@ -24,7 +24,7 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
 Not among them unless asked for:
 
   quality   every codec at all depths against tests/regress/codecs.csv, and 16 windows of each text against quality.csv, of
-            which the release stage has one depth and one window; 15 minutes
+            which the release stage has one depth and one window; 15 minutes. What a trial decides may differ on other processors
   smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, the same
             through a daemon that learns from traffic, against tests/regress/learnt.csv, and the tests that need the model;
             some 30 minutes on two processors
