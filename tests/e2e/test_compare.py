@@ -26,7 +26,7 @@ def filled(make_cache, tokens=500, **fields):
 
 
 def compare(daemon, cache):
-    [found] = json_lines("qkvctl", "compare", cache.name, "--target", daemon.target)
+    [found] = json_lines("qkvctl", "compare", cache.name, "--timeout", "5m", "--target", daemon.target)
     assert found["session"] == cache.name
     return found, {(row["codec"], row["bits"]): row for row in found["codecs"]}
 

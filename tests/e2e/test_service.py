@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import os
 import select
 import socket
@@ -99,6 +100,14 @@ def test_a_restart_refuses_no_connection(tmp_path):
         assert not os.path.exists(f"{path}.lock")
 
 
+def threads(process):
+    names = set()
+    for path in glob.glob(f"/proc/{process}/task/*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(path) as file:
+            names.add(file.read().strip())
+    return names
+
+
 def test_a_call_that_runs_ends_well_and_a_new_one_waits_for_the_next_process(tmp_path):
     path = tmp_path / "qkvd.sock"
     address = f"unix:{path}"
@@ -118,6 +127,7 @@ def test_a_call_that_runs_ends_well_and_a_new_one_waits_for_the_next_process(tmp
             wait_for(lambda: cache.info().tokens_exact == 1, "the first row is not there")
             first.terminate()
             wait_for(lambda: any(line["message"] == "draining" for line in first.log_lines()), "it does not drain")
+            wait_for(lambda: "qkvd-accept" not in threads(first.process.pid), "it goes on accepting")
             late = stack.enter_context(grpc.insecure_channel(address, options=PATIENT))
             answer = health_pb2_grpc.HealthStub(late).Check.future(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
             go_on.set()
