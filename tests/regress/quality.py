@@ -33,6 +33,7 @@ SMOLLM2_SETTINGS = [
     "plain:8", "plain:4", "plain:3", "plain:2", "plain:4:auto",
     "attend:8", "attend:4", "attend:3", "attend:2.5", "attend:2", "attend:1.5", "attend:4@2",
     "archive:4", "archive:3", "archive:2.5", "archive:2", "archive:1.5",
+    "ecsq:2.75", "ecsq:2.25", "ecsq:2.125", "ecsq:1.75",
 ]
 
 
