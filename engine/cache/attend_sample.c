@@ -157,7 +157,7 @@ void qkvi_attend_sample(qkv_pool *pool, const qkv_attend *requests, size_t count
   }
   if (batch == NULL) return;
   const size_t tasks = batch->count * batch->heads_max * batch->ranges_max;
-  batch->sums = calloc(tasks, sizeof *batch->sums);
+  batch->sums = calloc(tasks > 0 ? tasks : 1, sizeof *batch->sums);
   if (pool != NULL) qkv_pool_loop(pool, tasks, sample_index, batch);
   for (size_t i = 0; pool == NULL && i < tasks; i++) sample_index(batch, i, 0);
   for (size_t i = 0; batch->sums != NULL && i < batch->count; i++) add_ranges(batch, i);
