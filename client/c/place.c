@@ -1,6 +1,7 @@
 #include "client/c/place.h"
 
 #include <assert.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <xxhash.h>
@@ -64,25 +65,83 @@ static void register_kept(const qkv_client *whole, qkv_client *part) {
   }
 }
 
-// Whether calls may go there. One that is suspect is asked, if its pause is over; `why` where it is not.
-static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *why) {
-  assert(part != NULL);
-  if (!part->suspect && part->channel != NULL && !qkvi_socket_hung_up(part->fd)) return true;
-  part->suspect = true;
-  if (qkv_now_ms() < part->asked_next_ms) {
-    (void)qkvi_fail(why, QKV_UNAVAILABLE, "%s has not answered a moment ago", part->target);
-    return false;
-  }
-  if (qkvi_check_health(part, CHECK_MS, why) == QKV_OK) {
+static bool is_in_use(const qkv_client *part) {
+  return !part->suspect && part->channel != NULL && !qkvi_socket_hung_up(part->fd);
+}
+
+// One part that is to answer a health check before calls go there.
+typedef struct inquiry {
+  qkv_client *part;
+  int64_t timeout_ms;
+  qkv_call_error why;
+  bool threaded;
+  pthread_t thread;
+} inquiry;
+
+static void *ask(void *context) {
+  inquiry *one = context;
+  (void)qkvi_check_health(one->part, one->timeout_ms, &one->why);
+  return NULL;
+}
+
+// What its answer means for the part.
+static void conclude(const qkv_client *whole, const inquiry *one) {
+  qkv_client *part = one->part;
+  if (one->why.code == QKV_OK) {
     part->suspect = false;
     part->pause_ms = 0;
     register_kept(whole, part);
-    return !part->suspect;
+    return;
   }
   part->pause_ms = part->pause_ms == 0 ? PAUSE_FIRST_MS : 2 * part->pause_ms;
   if (part->pause_ms > PAUSE_MAX_MS) part->pause_ms = PAUSE_MAX_MS;
   part->asked_next_ms = qkv_now_ms() + part->pause_ms;
+}
+
+// False: its pause is not over, which `why` says where it has no other reason yet.
+static bool is_due(const qkv_client *part, qkv_call_error *why) {
+  if (qkv_now_ms() >= part->asked_next_ms) return true;
+  if (why->code != QKV_OK) return false;
+  (void)qkvi_fail(why, QKV_UNAVAILABLE, "%s has not answered a moment ago", part->target);
   return false;
+}
+
+// Whether calls may go there. One that is suspect is asked, if its pause is over; `why` where it is not.
+static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *why) {
+  assert(part != NULL);
+  if (is_in_use(part)) return true;
+  part->suspect = true;
+  if (!is_due(part, why)) return false;
+  inquiry one = {.part = part, .timeout_ms = CHECK_MS};
+  (void)ask(&one);
+  conclude(whole, &one);
+  if (one.why.code != QKV_OK) *why = one.why;
+  return !part->suspect;
+}
+
+// Asks all parts that are suspect and due, at the same time: those that do not answer take the time of one.
+static void ask_all(const qkv_client *whole, int64_t timeout_ms, qkv_call_error *why) {
+  inquiry *all = calloc(whole->part_count + 1, sizeof *all);
+  assert(all != NULL);
+  size_t count = 0;
+  for (size_t i = 0; i < whole->part_count; i++) {
+    qkv_client *part = whole->parts[i];
+    assert(part != NULL);
+    if (is_in_use(part)) continue;
+    part->suspect = true;
+    if (is_due(part, why)) all[count++] = (inquiry){.part = part, .timeout_ms = timeout_ms};
+  }
+  // The last one on the calling thread, and those for which there is no thread.
+  for (size_t i = 0; i + 1 < count; i++) all[i].threaded = pthread_create(&all[i].thread, NULL, ask, &all[i]) == 0;
+  for (size_t i = 0; i < count; i++) {
+    if (!all[i].threaded) (void)ask(&all[i]);
+  }
+  for (size_t i = 0; i < count; i++) {
+    if (all[i].threaded && pthread_join(all[i].thread, NULL) != 0) abort();
+    conclude(whole, &all[i]);
+    if (all[i].why.code != QKV_OK) *why = all[i].why;
+  }
+  free(all);
 }
 
 // The part of the highest weight below that of `after` (NULL: of all); of equal weights the earlier one is higher.
@@ -101,14 +160,17 @@ static qkv_client *next_best(const qkv_client *whole, uint64_t key, const qkv_cl
   return best;
 }
 
+static qkv_code none_answers(const qkv_client *whole, const qkv_call_error *why, qkv_call_error *error) {
+  return qkvi_fail(error, QKV_UNAVAILABLE, "none of the %zu daemons %.200s answers: %.200s", whole->part_count,
+                   whole->target, why->text);
+}
+
 static qkv_client *owner_of(const qkv_client *whole, const char *key, qkv_call_error *error) {
   qkv_call_error why = {0};
   const uint64_t hash = qkvi_place_hash(key);
   qkv_client *part = next_best(whole, hash, NULL);
   while (part != NULL && !answers(whole, part, &why)) part = next_best(whole, hash, part);
-  if (part == NULL)
-    (void)qkvi_fail(error, QKV_UNAVAILABLE, "none of the %zu daemons %.200s answers: %.200s", whole->part_count,
-                    whole->target, why.text);
+  if (part == NULL) (void)none_answers(whole, &why, error);
   return part;
 }
 
@@ -137,15 +199,14 @@ qkv_code qkvi_each_part(qkv_client *client, bool (*fn)(qkv_client *part, void *c
     (void)fn(client, context);
     return qkvi_ok(error);
   }
+  ask_all(client, CHECK_MS, &why);
   for (size_t i = 0; i < client->part_count; i++) {
-    if (!answers(client, client->parts[i], &why)) continue;
+    if (client->parts[i]->suspect) continue;
     set_key(client->parts[i], client->placement);
     answered++;
     if (!fn(client->parts[i], context)) break;
   }
-  if (answered > 0) return qkvi_ok(error);
-  return qkvi_fail(error, QKV_UNAVAILABLE, "none of the %zu daemons %.200s answers: %.200s", client->part_count,
-                   client->target, why.text);
+  return answered > 0 ? qkvi_ok(error) : none_answers(client, &why, error);
 }
 
 void qkvi_keep_model(qkv_client *client, const char *name, const void *request, size_t bytes) {
@@ -243,10 +304,19 @@ static qkv_code add_parts(qkv_client *whole, const qkv_client_options *options, 
   return code;
 }
 
-static bool any(qkv_client *part, void *context) {
-  (void)part;
-  (void)context;
-  return true;  // asks all of them
+// Until one of them answers.
+static qkv_code connect_parts(qkv_client *whole, qkv_call_error *error) {
+  const int64_t until = qkv_now_ms() + whole->options.connect_timeout_ms;
+  qkv_call_error why = {0};
+  for (;;) {
+    const int64_t left_ms = until - qkv_now_ms();
+    ask_all(whole, left_ms < 1 ? 1 : left_ms < CHECK_MS ? left_ms : CHECK_MS, &why);
+    for (size_t i = 0; i < whole->part_count; i++) {
+      if (!whole->parts[i]->suspect) return qkvi_ok(error);
+    }
+    if (qkv_now_ms() >= until) return none_answers(whole, &why, error);
+    qkvi_pause(whole, PAUSE_FIRST_MS / 2);
+  }
 }
 
 qkv_code qkvi_connect_several(const char *targets, const qkv_client_options *options, qkv_client **client_out,
@@ -257,12 +327,7 @@ qkv_code qkvi_connect_several(const char *targets, const qkv_client_options *opt
   whole->parts = calloc(PARTS_MAX, sizeof(qkv_client *));
   assert(whole->parts != NULL);
   code = add_parts(whole, options, error);
-  const int64_t until = qkv_now_ms() + whole->options.connect_timeout_ms;
-  if (code == QKV_OK) code = qkvi_each_part(whole, any, NULL, error);
-  while (code == QKV_UNAVAILABLE && qkv_now_ms() < until) {
-    qkvi_pause(whole, PAUSE_FIRST_MS / 2);
-    code = qkvi_each_part(whole, any, NULL, error);
-  }
+  if (code == QKV_OK) code = connect_parts(whole, error);
   if (code != QKV_OK) qkv_client_close(&whole);
   *client_out = whole;
   return code;

@@ -66,10 +66,10 @@ typedef struct qkv_client_options {
 // Every call has its session's name, or the label, as the metadata x-qkv-session, by which proxies place it.
 
 // Connects to "unix:PATH" or "HOST:PORT", or to a list of them with commas, and waits for the daemon, or for one of
-// them, until the timeout. `options` may be NULL.
-// UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of target or NULL, for a tenant that is no
-// name, and for files that cannot be read. On failure *client is NULL. A client whose daemon went away gives
-// UNAVAILABLE and connects anew at its next call.
+// them, until the timeout, in which a host's name is resolved, too. Those of a list are asked at the same time, each
+// for a second at most. `options` may be NULL. UNAVAILABLE when nobody answers, INVALID_ARGUMENT for another form of
+// target or NULL, for a tenant that is no name, and for files that cannot be read. On failure *client is NULL. A
+// client whose daemon went away gives UNAVAILABLE and connects anew at its next call.
 qkv_code qkv_client_connect(const char *target, const qkv_client_options *options, qkv_client **client,
                             qkv_call_error *error);
 // qkv_client_options.timeout_ms of the calls to come; 0 or less: 60000. Not while a decode stream is open.

@@ -21,8 +21,9 @@ typedef struct qkvi_target {
 // INVALID_ARGUMENT for anything else, saying what is allowed.
 qkv_status qkvi_target_parse(const char *text, qkvi_target *target, qkv_error *error);
 
-// A connected, non-blocking socket into *fd. UNAVAILABLE with the system's reason; *retry says whether waiting
-// may help (nobody listens yet) or not (no permission, unknown host).
+// A connected, non-blocking socket into *fd, within `timeout_ms`, the time to resolve a name included. UNAVAILABLE
+// with the system's reason; *retry says whether waiting may help (nobody listens yet, the name is not resolved yet)
+// or not (no permission, unknown host).
 qkv_status qkvi_socket_connect(const qkvi_target *target, int64_t timeout_ms, int *fd, bool *retry, qkv_error *error);
 
 // Whether the other end has closed. One system call.

@@ -1,5 +1,6 @@
 // Several daemons behind one client: who owns what, batches that go to all of them, and one that is killed and
 // returns.
+#include <netinet/in.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -7,6 +8,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -315,6 +318,39 @@ static void bad_lists(void **state) {
   assert_non_null(strstr(error.text, "none of the 2 daemons"));
 }
 
+// Targets that take connections and say nothing: all are asked at the same time.
+static void silent_targets_take_the_time_of_one(void **state) {
+  (void)state;
+  enum { SILENT = 6, CHECK_MS = 1000 };
+  char list[SILENT * 32 + sizeof *target_of] = "";
+  int listeners[SILENT];
+  for (size_t i = 0; i < SILENT; i++) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof address;
+    listeners[i] = socket(AF_INET, SOCK_STREAM, 0);
+    assert_int_equal(bind(listeners[i], (const struct sockaddr *)&address, size), 0);
+    assert_int_equal(listen(listeners[i], SILENT), 0);
+    assert_int_equal(getsockname(listeners[i], (struct sockaddr *)&address, &size), 0);
+    (void)snprintf(list + strlen(list), sizeof list - strlen(list), "127.0.0.1:%d,", ntohs(address.sin_port));
+  }
+  qkv_client *some = NULL;
+  qkv_call_error error = {0};
+  int64_t began = fixture_now_ms();
+  (void)snprintf(list + strlen(list), sizeof list - strlen(list), "%s", target_of[0]);
+  ok(qkv_client_connect(list, NULL, &some, &error), &error);
+  assert_true(fixture_now_ms() - began < SILENT * CHECK_MS / 2);
+  register_model(some);
+  qkv_client_close(&some);
+  // None answers: not longer than was asked for.
+  *strrchr(list, ',') = '\0';
+  began = fixture_now_ms();
+  const qkv_client_options options = {.connect_timeout_ms = 200};
+  assert_int_equal(qkv_client_connect(list, &options, &some, &error), QKV_UNAVAILABLE);
+  assert_true(fixture_now_ms() - began < CHECK_MS);
+  assert_non_null(strstr(error.text, "no answer to /grpc.health.v1.Health/Check within"));
+  for (size_t i = 0; i < SILENT; i++) close(listeners[i]);
+}
+
 static qkv_code code_of(size_t session) {
   qkv_call_error error = {0};
   qkv_client_session_info info;
@@ -373,15 +409,11 @@ static void one_is_killed(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(weights_are_the_same_everywhere),
-      cmocka_unit_test(keys_spread_evenly),
-      cmocka_unit_test(batches_go_to_all_of_them),
-      cmocka_unit_test(answers_are_merged),
-      cmocka_unit_test(failures_keep_their_numbers),
-      cmocka_unit_test(what_is_for_one_daemon_is_refused),
-      cmocka_unit_test(a_label_keeps_sessions_together),
-      cmocka_unit_test(bad_lists),
-      cmocka_unit_test(one_is_killed),
+      cmocka_unit_test(weights_are_the_same_everywhere),     cmocka_unit_test(keys_spread_evenly),
+      cmocka_unit_test(batches_go_to_all_of_them),           cmocka_unit_test(answers_are_merged),
+      cmocka_unit_test(failures_keep_their_numbers),         cmocka_unit_test(what_is_for_one_daemon_is_refused),
+      cmocka_unit_test(a_label_keeps_sessions_together),     cmocka_unit_test(bad_lists),
+      cmocka_unit_test(silent_targets_take_the_time_of_one), cmocka_unit_test(one_is_killed),
   };
   return cmocka_run_group_tests(tests, setup, teardown);
 }

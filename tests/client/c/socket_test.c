@@ -1,6 +1,8 @@
 #include "client/c/socket.h"
 
 #include <arpa/inet.h>
+#include <dlfcn.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -14,6 +16,8 @@
 #include <unistd.h>
 
 #include <cmocka.h>
+
+#include "engine/base/clock.h"
 
 static void test_targets(void **state) {
   (void)state;
@@ -82,6 +86,96 @@ static void test_nobody_there(void **state) {
   assert_false(retry);
 }
 
+// ---- names ----
+
+enum { RESOLVER_MS = 1500 };
+
+static char full[64], listening[64];  // ports of 127.0.0.1, whose queue is full, and where somebody listens
+
+static struct addrinfo *address_of(const char *port) {
+  const struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV};
+  struct addrinfo *list = NULL;
+  assert_int_equal(getaddrinfo("127.0.0.1", port, &hints, &list), 0);
+  return list;
+}
+
+// The C library's, but for two names: one whose server does not answer for a while, one with two addresses.
+int getaddrinfo(const char *name, const char *service, const struct addrinfo *hints, struct addrinfo **out) {
+  const bool slow = strcmp(name, "slow.test") == 0;
+  if ((hints->ai_flags & AI_NUMERICHOST) != 0 && (slow || strcmp(name, "two.test") == 0)) return EAI_NONAME;
+  if (slow) {
+    usleep(RESOLVER_MS * 1000);
+    *out = address_of(listening);
+    return 0;
+  }
+  if (strcmp(name, "two.test") == 0) {
+    *out = address_of(full);
+    (*out)->ai_next = address_of(listening);
+    return 0;
+  }
+  typedef int resolver(const char *, const char *, const struct addrinfo *, struct addrinfo **);
+  resolver *real = (resolver *)dlsym(RTLD_NEXT, "getaddrinfo");
+  return real(name, service, hints, out);
+}
+
+static int listen_at(int queue, char port[64]) {
+  struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t size = sizeof address;
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  assert_int_equal(bind(listener, (const struct sockaddr *)&address, size), 0);
+  assert_int_equal(listen(listener, queue), 0);
+  assert_int_equal(getsockname(listener, (struct sockaddr *)&address, &size), 0);
+  (void)snprintf(port, 64, "%d", ntohs(address.sin_port));
+  return listener;
+}
+
+static qkv_status connect_to(const char *text, int64_t timeout_ms, int *fd, bool *retry, qkv_error *error) {
+  qkvi_target target;
+  assert_int_equal(qkvi_target_parse(text, &target, NULL), QKV_OK);
+  return qkvi_socket_connect(&target, timeout_ms, fd, retry, error);
+}
+
+// The deadline counts while a name is resolved; what comes later goes to nobody.
+static void test_a_resolver_that_does_not_answer(void **state) {
+  (void)state;
+  int fd = 0;
+  bool retry = false;
+  qkv_error error = {0};
+  const int listener = listen_at(8, listening);
+  const int64_t began = qkv_now_ms();
+  assert_int_equal(connect_to("slow.test:1", 200, &fd, &retry, &error), QKV_UNAVAILABLE);
+  assert_in_range(qkv_now_ms() - began, 200, RESOLVER_MS - 200);
+  assert_string_equal(error.text, "the host's name was not resolved within 200 ms");
+  assert_true(retry);
+  assert_int_equal(fd, -1);
+  assert_int_equal(connect_to("slow.test:1", 60000, &fd, &retry, &error), QKV_OK);
+  assert_true(qkv_now_ms() - began >= RESOLVER_MS);
+  close(fd);
+  close(listener);
+}
+
+// An address that does not answer leaves time for the next.
+static void test_a_second_address(void **state) {
+  (void)state;
+  enum { CLIENTS = 8 };
+  int fds[CLIENTS], fd = -1;
+  size_t count = 0;
+  bool retry = false;
+  qkv_error error = {0};
+  const int dead = listen_at(0, full), alive = listen_at(8, listening);
+  char text[80];
+  (void)snprintf(text, sizeof text, "127.0.0.1:%s", full);
+  while (count < CLIENTS && connect_to(text, 200, &fds[count], &retry, &error) == QKV_OK) count++;
+  assert_true(count < CLIENTS);
+  const int64_t began = qkv_now_ms();
+  assert_int_equal(connect_to("two.test:1", 2000, &fd, &retry, &error), QKV_OK);
+  assert_in_range(qkv_now_ms() - began, 500, 1900);
+  close(fd);
+  while (count > 0) close(fds[--count]);
+  close(dead);
+  close(alive);
+}
+
 static void on_alarm(int number) {
   (void)number;
 }
@@ -90,15 +184,10 @@ static void on_alarm(int number) {
 static void test_signals(void **state) {
   (void)state;
   enum { CLIENTS = 8, ALARM_US = 50000, TIMEOUT_MS = 400 };
-  struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  socklen_t size = sizeof address;
-  const int listener = socket(AF_INET, SOCK_STREAM, 0);
-  assert_int_equal(bind(listener, (const struct sockaddr *)&address, size), 0);
-  assert_int_equal(listen(listener, 0), 0);
-  assert_int_equal(getsockname(listener, (struct sockaddr *)&address, &size), 0);
-  char text[64];
+  const int listener = listen_at(0, full);
+  char text[80];
   qkvi_target target;
-  snprintf(text, sizeof text, "127.0.0.1:%d", ntohs(address.sin_port));
+  (void)snprintf(text, sizeof text, "127.0.0.1:%s", full);
   assert_int_equal(qkvi_target_parse(text, &target, NULL), QKV_OK);
   const struct sigaction handled = {.sa_handler = on_alarm};
   const struct itimerval often = {{0, ALARM_US}, {0, ALARM_US}}, never = {{0, 0}, {0, 0}};
@@ -134,9 +223,10 @@ static void test_hung_up(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_targets),      cmocka_unit_test(test_refused_targets),
-      cmocka_unit_test(test_path_lengths), cmocka_unit_test(test_nobody_there),
-      cmocka_unit_test(test_signals),      cmocka_unit_test(test_hung_up),
+      cmocka_unit_test(test_targets),          cmocka_unit_test(test_refused_targets),
+      cmocka_unit_test(test_path_lengths),     cmocka_unit_test(test_nobody_there),
+      cmocka_unit_test(test_signals),          cmocka_unit_test(test_hung_up),
+      cmocka_unit_test(test_a_second_address), cmocka_unit_test(test_a_resolver_that_does_not_answer),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
