@@ -251,6 +251,7 @@ static void add_metadata(qkv_client *client, const char *key, grpc_slice value) 
 // The value of `authorization`, where it is a token.
 static qkv_status write_authorization(const char *token, grpc_slice *out, qkv_error *error) {
   char *value = NULL;
+  if (token[0] == '\0') return qkv_fail(error, QKV_INVALID_ARGUMENT, "the token is empty");
   for (const char *c = token; *c != '\0'; c++) {
     if (*c <= ' ' || *c > '~') return qkv_fail(error, QKV_INVALID_ARGUMENT, "the token has byte 0x%02x", *c & 0xff);
   }

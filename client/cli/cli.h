@@ -52,6 +52,11 @@ typedef struct qkvctl_values {
 // Connects, or says why not and returns NULL. A daemon that does not answer is waited for a few seconds at most.
 qkv_client *qkvctl_connect(const qkvctl_values *values);
 
+// The next page of a list: its token takes the place of the one that this page was asked with. QKV_EXIT_OK, or what
+// has been said of a token that is too long, or the same again, which would never end.
+enum { QKVCTL_PAGE_TOKEN_BYTES = 1024 };
+int qkvctl_next_page(const char *next, char token[QKVCTL_PAGE_TOKEN_BYTES]);
+
 // "12345" within [0, 2^63). INVALID_ARGUMENT names `what`.
 qkv_status qkvctl_parse_position(const char *text, const char *what, uint64_t *position, qkv_error *error);
 

@@ -22,6 +22,17 @@ qkv_client *qkvctl_connect(const qkvctl_values *values) {
   return client;
 }
 
+int qkvctl_next_page(const char *next, char token[QKVCTL_PAGE_TOKEN_BYTES]) {
+  const size_t length = strlen(next);
+  if (length >= QKVCTL_PAGE_TOKEN_BYTES)
+    return qkv_program_failed("the daemon's page token has %zu bytes, at most %d are possible", length,
+                              QKVCTL_PAGE_TOKEN_BYTES - 1);
+  if (length > 0 && strcmp(next, token) == 0)
+    return qkv_program_failed("the daemon gives the same page token again: the list would never end");
+  memcpy(token, next, length + 1);
+  return QKV_EXIT_OK;
+}
+
 qkv_status qkvctl_parse_position(const char *text, const char *what, uint64_t *position, qkv_error *error) {
   char *end = NULL;
   errno = 0;

@@ -42,7 +42,7 @@ static json_t *object_json(const Qkv__V1__ObjectInfo *info) {
 
 // All pages of the list; into `table`, or as JSON lines where it is NULL.
 static int list_objects(qkv_client *client, const qkvctl_values *values, qkv_table *table) {
-  char token[256] = "";
+  char token[QKVCTL_PAGE_TOKEN_BYTES] = "";
   Qkv__V1__ListObjectsRequest request = QKV__V1__LIST_OBJECTS_REQUEST__INIT;
   request.prefix = text_or_empty(values->prefix);
   request.page_token = token;
@@ -61,8 +61,9 @@ static int list_objects(qkv_client *client, const qkvctl_values *values, qkv_tab
         written = qkv_json_figures(object_json(list->objects[i]));
       }
     }
-    (void)snprintf(token, sizeof token, "%s", list->next_page_token);
+    const int next = qkvctl_next_page(list->next_page_token, token);
     protobuf_c_message_free_unpacked(answer, NULL);
+    if (next != QKV_EXIT_OK) return next;
   } while (written && token[0] != '\0');
   return written ? QKV_EXIT_OK : QKV_EXIT_FAILED;
 }

@@ -74,7 +74,7 @@ static bool show_page(const Qkv__V1__ListSessionsResponse *list, qkv_table *tabl
 
 // All pages of the list; into `table`, or as JSON lines where it is NULL.
 static int list_sessions(qkv_client *client, const qkvctl_values *values, qkv_table *table) {
-  char token[1024] = "";
+  char token[QKVCTL_PAGE_TOKEN_BYTES] = "";
   Qkv__V1__ListSessionsRequest request = QKV__V1__LIST_SESSIONS_REQUEST__INIT;
   request.prefix = text_or_empty(values->prefix);
   request.model = text_or_empty(values->model);
@@ -89,9 +89,9 @@ static int list_sessions(qkv_client *client, const qkvctl_values *values, qkv_ta
     }
     const Qkv__V1__ListSessionsResponse *list = (const Qkv__V1__ListSessionsResponse *)answer;
     written = show_page(list, table);
-    bool fits = (size_t)snprintf(token, sizeof token, "%s", list->next_page_token) < sizeof token;
+    const int next = qkvctl_next_page(list->next_page_token, token);
     protobuf_c_message_free_unpacked(answer, NULL);
-    if (!fits) return qkv_program_failed("the daemon's page token is longer than %zu bytes", sizeof token - 1);
+    if (next != QKV_EXIT_OK) return next;
   } while (written && token[0] != '\0');
   return written ? QKV_EXIT_OK : QKV_EXIT_FAILED;
 }

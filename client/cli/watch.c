@@ -33,9 +33,11 @@ static bool show_json(const qkv_client_changes *changes) {
   json_t *events = json_array();
   for (size_t i = 0; i < changes->event_count; i++)
     (void)json_array_append_new(events, event_json(&changes->events[i]));
-  json_t *line = json_pack("{s:b, s:b, s:b, s:I, s:I, s:o}", "reset", changes->reset, "missed", changes->missed,
-                           "complete", changes->complete, "instance", (json_int_t)changes->instance, "sequence",
-                           (json_int_t)changes->sequence, "events", events);
+  char instance[21];  // text: of 64 bits, of which JSON's readers take 53 and jansson 63
+  (void)snprintf(instance, sizeof instance, "%" PRIu64, changes->instance);
+  json_t *line =
+      json_pack("{s:b, s:b, s:b, s:s, s:I, s:o}", "reset", changes->reset, "missed", changes->missed, "complete",
+                changes->complete, "instance", instance, "sequence", (json_int_t)changes->sequence, "events", events);
   return qkv_json_line(line) && fflush(stdout) == 0;
 }
 

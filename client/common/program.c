@@ -111,10 +111,15 @@ static int check_arguments(const qkv_command_set *set, const qkv_command *comman
   return QKV_EXIT_OK;
 }
 
+const char *qkv_program_environment(const char *variable) {
+  const char *value = getenv(variable);
+  return value != NULL && value[0] != '\0' ? value : NULL;
+}
+
 // Does nothing where the command does not have this option.
 static qkv_status read_environment(const qkv_command *command, qkv_options *options, const char *name,
                                    const char *variable, qkv_error *error) {
-  const char *value = getenv(variable);
+  const char *value = qkv_program_environment(variable);
   bool has = false;
   for (size_t i = 0; i < command->option_count; i++) has |= strcmp(command->options[i].name, name) == 0;
   return value == NULL || !has ? QKV_OK : qkv_options_set(options, name, value, QKV_FROM_ENVIRONMENT, error);

@@ -46,7 +46,7 @@ typedef struct qkv_program {
 #define QKV_PROGRAM_CONNECTION(values)                                                                           \
   .tenant = (values).tenant, .placement = (values).placement, .tls_ca = (values).tls_ca, .tls_cert = (values).tls_cert,                           \
   .tls_key = (values).tls_key, .token_file = (values).token_file,                                                \
-  .token = (values).token_file == NULL ? getenv("QKVD_TOKEN") : NULL
+  .token = (values).token_file == NULL ? qkv_program_environment("QKVD_TOKEN") : NULL
 #define QKV_PROGRAM_OPTIONS(type)                                                                                \
   {"target", QKV_OPTION_STRING, offsetof(type, program.target), "127.0.0.1:7580", 0, 0, "ADDRESS",               \
    "the daemon: unix:PATH or HOST:PORT, or several with commas (also the environment variable QKVD_TARGET)"},    \
@@ -82,6 +82,9 @@ typedef struct qkv_command_set {
 
 // What main() returns.
 int qkv_program_run(const qkv_command_set *set, int argc, char **argv);
+
+// The variable's value; NULL where it is not set or empty, as scripts leave it that have nothing to say.
+const char *qkv_program_environment(const char *variable);
 
 // "PROGRAM: text" and a line end on standard error. Returns QKV_EXIT_FAILED.
 int qkv_program_failed(const char *format, ...) __attribute__((format(printf, 1, 2)));

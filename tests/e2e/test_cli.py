@@ -104,6 +104,17 @@ def test_status_models_sessions(daemon, make_cache):
     assert run("qkvctl", "status", QKVD_TARGET=daemon.target).returncode == 0
 
 
+def test_empty_variables_are_none(daemon):
+    """Scripts pass on what they were given, which may be nothing."""
+    empty = dict.fromkeys(("QKVD_TOKEN", "QKVD_TOKEN_FILE", "QKVD_TLS_CA", "QKVD_TLS_CERT", "QKVD_TLS_KEY", "QKVD_TENANT",
+                           "QKVD_PLACEMENT", "QKVD_TARGET"), "")
+    for name in empty:
+        result = run("qkvctl", "status", "--target", daemon.target, **{name: ""})
+        assert result.returncode == 0, (name, result.stderr)
+    result = run("qkvctl", "status", "--timeout", "1s", **empty)
+    assert "127.0.0.1:7580" in result.stderr or result.returncode == 0
+
+
 def test_unknown_session(daemon, stub):
     result = run("qkvctl", "session", "nobody", "--target", daemon.target)
     assert result.returncode == 1 and result.stdout == ""

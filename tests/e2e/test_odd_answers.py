@@ -1,5 +1,6 @@
 """qkvctl and a server that is no qkvd, or one of another version: what it answers is refused with a word, never a crash."""
 
+import json
 import socket
 import struct
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from daemon import PATIENCE, binary, clean_environment
 from http2 import END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, SETTINGS, data, frame, head, header, setting
 from kv import FP16
-from qkv.v1 import admin_pb2, model_pb2, tensor_pb2
+from qkv.v1 import admin_pb2, model_pb2, objects_pb2, tensor_pb2
 from qkv.v1 import kv_cache_pb2 as kv
 from test_cli import run
 
@@ -99,6 +100,36 @@ def test_keys_without_values(odd, daemon):
     k = tensor_pb2.Tensor(dtype=FP16, dims=[10, 1, 16], data=bytes(320))
     odd.will("Fetch", [kv.FetchResponse(layer=0, position=0, k=k)])
     fails(odd, "copy", "s", "--to", daemon.target, text="do not belong together")
+
+
+def test_a_list_without_end(odd):
+    """The same page token again and again, or one that is too long."""
+    odd.will("ListSessions", kv.ListSessionsResponse(next_page_token="a"), kv.ListSessionsResponse(next_page_token="b"))
+    odd.will("ListObjects", objects_pb2.ListObjectsResponse(next_page_token="b"))
+    for list_of in ("sessions", "objects"):
+        fails(odd, list_of, text="gives the same page token again")
+    odd.will("ListSessions", kv.ListSessionsResponse(next_page_token="x" * 1024))
+    odd.will("ListObjects", objects_pb2.ListObjectsResponse(next_page_token="x" * 1024))
+    for list_of in ("sessions", "objects"):
+        fails(odd, list_of, text="page token has 1024 bytes, at most 1023")
+
+
+def test_an_instance_of_64_bits(odd):
+    """It has all its digits."""
+    odd.will("Watch", [kv.WatchResponse(reset=True, complete=True, instance=2**64 - 3, sequence=2**40)])
+    result = run("qkvctl", "watch", "--json", "--target", odd.target)
+    line = json.loads(result.stdout)
+    assert (line["instance"], line["sequence"]) == (str(2**64 - 3), 2**40)
+
+
+def test_what_a_gpu_does(odd):
+    gpu = admin_pb2.GpuStatus(device="0", name="card", up=True, bytes_limit=1 << 30, hits=3, misses=1, less_attended=12)
+    options = [admin_pb2.OptionValue(name="gpu-memory", value="1GiB", source="command line")]
+    odd.will("GetStatus", admin_pb2.GetStatusResponse(state="serving", gpus=[gpu], options=options))
+    result = run("qkvctl", "status", "--target", odd.target)
+    assert "75 % of those attended\n            12 attends of ranges that get less attention" in result.stdout
+    result = run("qkvctl", "status", "--json", "--target", odd.target)
+    assert json.loads(result.stdout)["gpus"][0]["less_attended"] == 12
 
 
 def test_drain_knows_the_end(odd):

@@ -21,7 +21,7 @@ from daemon import Daemon
 import qkvd
 from qkvd import connection
 from qkvd.locks import calls_under_way
-from qkvd.v1 import admin_pb2, kv_cache_pb2
+from qkvd.v1 import admin_pb2, kv_cache_pb2, objects_pb2
 
 
 def test_import_opens_nothing():
@@ -321,7 +321,8 @@ def certificate(tmp_path):
 
 
 class Stranger(grpc.GenericRpcHandler):
-    """Answers GetStatus; keeps the metadata of calls and refuses those without the right token."""
+    """Answers GetStatus, and lists with a page without end; keeps the metadata of calls and refuses those without the
+    right token."""
 
     def __init__(self):
         self.seen = []
@@ -332,10 +333,14 @@ class Stranger(grpc.GenericRpcHandler):
             return grpc.unary_unary_rpc_method_handler(
                 lambda request, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no such token")
             )
-        answer = admin_pb2.GetStatusResponse(version="stranger").SerializeToString()
-        if details.method.endswith("GetStatus"):
-            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff\xff\xff")
+        answers = {
+            "GetStatus": admin_pb2.GetStatusResponse(version="stranger"),
+            "ListSessions": kv_cache_pb2.ListSessionsResponse(next_page_token="again"),
+            "ListObjects": objects_pb2.ListObjectsResponse(next_page_token="again"),
+        }
+        message = answers.get(details.method.rpartition("/")[2])
+        answer = message.SerializeToString() if message is not None else b"\xff\xff\xff"
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
 
 
 @pytest.fixture
@@ -395,3 +400,20 @@ def test_answers_that_cannot_be_read(serve):
             client.attend([qkvd.Item(session="x", q=np.zeros((1, 4, DIM), np.float32))])
         with pytest.raises(qkvd.Internal, match="cannot be read"):
             client.call("/qkv.v1.KvCache/Pin", kv_cache_pb2.PinRequest(), kv_cache_pb2.PinResponse)
+
+
+def test_a_list_without_end(serve):
+    """The same page token again and again."""
+    target, _ = serve()
+
+    async def lists():
+        async with qkvd.AsyncClient(target) as client:
+            for one in (client.sessions, client.objects):
+                with pytest.raises(qkvd.Internal, match="page token 'again' again"):
+                    assert [item async for item in one()] == []
+
+    with qkvd.Client(target) as client:
+        for one in (client.sessions, client.objects):
+            with pytest.raises(qkvd.Internal, match="page token 'again' again"):
+                assert list(one()) == []
+    asyncio.run(lists())

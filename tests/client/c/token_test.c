@@ -95,6 +95,9 @@ static void a_renewed_token_is_read(void **state) {
       qkv_client_connect(qkvd->unix_address, &(qkv_client_options){.token_file = token_file}, &other, &error),
       QKV_INVALID_ARGUMENT);
   assert_non_null(strstr(error.text, "cannot read token_file"));
+  assert_int_equal(qkv_client_connect(qkvd->unix_address, &(qkv_client_options){.token = ""}, &other, &error),
+                   QKV_INVALID_ARGUMENT);
+  assert_string_equal(error.text, "the token is empty");
   qkv_client_close(&client);
   assert_int_equal(fixture_stop(&qkvd, SIGTERM, FIXTURE_PATIENCE_MS), 0);
   assert_int_equal(unlink(auth_file), 0);

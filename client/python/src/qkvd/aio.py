@@ -192,7 +192,7 @@ class AsyncClient:
             answer = await self._call(calls.list_sessions(prefix, tenant, model, token), timeout)
             for info in answer.sessions:
                 yield info
-            token = answer.next_page_token
+            token = calls.next_page(token, answer.next_page_token)
             if not token:
                 return
 
@@ -309,7 +309,7 @@ class AsyncClient:
             answer = await self._call(opaque.list_objects(prefix, token), timeout)
             for info in answer.objects:
                 yield info
-            token = answer.next_page_token
+            token = calls.next_page(token, answer.next_page_token)
             if not token:
                 return
 

@@ -209,6 +209,13 @@ def list_sessions(prefix: str, tenant: str, model: str, page_token: str) -> Call
     return simple(CACHE + "ListSessions", request, kv_cache_pb2.ListSessionsResponse, repeat=True)
 
 
+def next_page(asked: str, answered: str) -> str:
+    """The token of a list's next page, "" at its end. Internal: the same again, with which the list would never end."""
+    if answered and answered == asked:
+        raise Internal(f"the daemon gives the page token {answered!r} again: the list would never end")
+    return answered
+
+
 @dataclass(frozen=True)
 class Presence:
     """Whether a session is open, and how it is held."""

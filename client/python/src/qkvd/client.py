@@ -246,7 +246,7 @@ class Client:
         while True:
             answer = self._call(calls.list_sessions(prefix, tenant, model, token), timeout)
             yield from answer.sessions
-            token = answer.next_page_token
+            token = calls.next_page(token, answer.next_page_token)
             if not token:
                 return
 
@@ -387,7 +387,7 @@ class Client:
         while True:
             answer = self._call(opaque.list_objects(prefix, token), timeout)
             yield from answer.objects
-            token = answer.next_page_token
+            token = calls.next_page(token, answer.next_page_token)
             if not token:
                 return
 
@@ -396,7 +396,7 @@ class Client:
     def append(self, batch: Sequence[Item], *, timeout: float | None = None) -> int:
         """Appends rows, of any sessions and layers, in order; gives how many tokens were new.
 
-        Each item is applied whole or not at all, large ones in pieces of 1 MiB; the first that fails ends the call, and
+        Each item is applied whole or not at all, large ones in pieces of some MiB; the first that fails ends the call, and
         what was before it stays. FailedPrecondition: a gap, the text has the expected position. AlreadyExists: other rows
         are held there. ResourceExhausted: memory.
         """
