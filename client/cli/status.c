@@ -25,11 +25,12 @@ static ProtobufCMessage *call(const qkvctl_values *values, const char *method, c
 // ---- status ----
 
 static json_t *gpu_json(const Qkv__V1__GpuStatus *gpu) {
-  return json_pack("{s:s, s:s, s:s, s:b, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "device", gpu->device, "name",
+  return json_pack("{s:s, s:s, s:s, s:b, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "device", gpu->device, "name",
                    gpu->name, "uuid", gpu->uuid, "up", gpu->up, "reason", gpu->reason, "bytes",
                    (json_int_t)gpu->bytes, "bytes_limit", (json_int_t)gpu->bytes_limit, "ranges",
                    (json_int_t)gpu->ranges, "sessions", (json_int_t)gpu->sessions, "hits", (json_int_t)gpu->hits,
-                   "misses", (json_int_t)gpu->misses, "failures", (json_int_t)gpu->failures);
+                   "misses", (json_int_t)gpu->misses, "failures", (json_int_t)gpu->failures, "less_attended",
+                   (json_int_t)gpu->less_attended);
 }
 
 static json_t *status_json(const Qkv__V1__GetStatusResponse *status) {
@@ -101,6 +102,9 @@ static void print_gpu(const Qkv__V1__GpuStatus *gpu) {
          gpu->device, gpu->name, qkv_human_bytes(gpu->bytes, used), qkv_human_bytes(gpu->bytes_limit, limit),
          gpu->sessions, gpu->ranges,
          gpu->hits > 0 ? 100 * (double)gpu->hits / ((double)gpu->hits + (double)gpu->misses) : 0);
+  if (gpu->less_attended > 0)
+    printf("            %" PRIu64 " attends of ranges that get less attention than those, and are not uploaded\n",
+           gpu->less_attended);
 }
 
 // Where the daemon is to use any.

@@ -1,6 +1,7 @@
 #include "server/gpu/gpus.h"
 
 #include <assert.h>
+#include <ctype.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -20,6 +21,23 @@ static bool is_all(const qkv_option_list *names) {
   return names->count == 1 && strcmp(names->items[0], "all") == 0;
 }
 
+static bool is_number(const char *name) {
+  const size_t digits = strspn(name, "0123456789");
+  return digits > 0 && digits <= 9 && name[digits] == '\0' && (name[0] != '0' || digits == 1);
+}
+
+// 8-4-4-4-12 hexadecimal digits, as nvidia-smi -L shows it, with or without what stands before them there.
+static bool is_uuid(const char *name) {
+  static const char form[] = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx";
+  if (strncmp(name, "GPU-", 4) == 0 || strncmp(name, "MIG-", 4) == 0) name += 4;
+  if (strlen(name) != strlen(form)) return false;
+  for (size_t i = 0; form[i] != '\0'; i++) {
+    if (form[i] == 'x' ? isxdigit((unsigned char)name[i]) == 0 : name[i] != form[i]) return false;
+  }
+  return true;
+}
+
+// Whether a name can be one, which needs no driver.
 static qkv_status check_names(const qkv_option_list *names, qkv_error *error) {
   if (names->count == 0 || names->count > QKVI_GPUS_MAX)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--gpu-devices has %zu names, allowed are 1 to %d", names->count,
@@ -29,8 +47,14 @@ static qkv_status check_names(const qkv_option_list *names, qkv_error *error) {
     if (length == 0 || length >= QKV_GPU_NAME_MAX)
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "--gpu-devices: a name has %zu bytes, allowed are 1 to %d", length,
                       QKV_GPU_NAME_MAX - 1);
-    if (names->count > 1 && strcmp(names->items[i], "all") == 0)
+    const bool all = strcmp(names->items[i], "all") == 0;
+    if (names->count > 1 && all)
       return qkv_fail(error, QKV_INVALID_ARGUMENT, "--gpu-devices has `all` and other names");
+    if (!all && !is_number(names->items[i]) && !is_uuid(names->items[i]))
+      return qkv_fail(error, QKV_INVALID_ARGUMENT,
+                      "--gpu-devices: \"%s\" is neither a number, nor `all`, nor a UUID as nvidia-smi -L shows it "
+                      "(GPU-... or MIG-...)",
+                      names->items[i]);
   }
   return QKV_OK;
 }

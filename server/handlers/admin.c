@@ -82,6 +82,7 @@ static void put_gpus(const qkv_daemon *daemon, status_parts *parts, Qkv__V1__Get
     gpu->hits = count_of(stats, QKV_METRIC_GPU_HITS);
     gpu->misses = count_of(stats, QKV_METRIC_GPU_MISSES);
     gpu->failures = count_of(stats, QKV_METRIC_GPU_FAILURES);
+    gpu->less_attended = count_of(stats, QKV_METRIC_GPU_LESS_ATTENDED);
     parts->gpu_pointers[i] = gpu;
   }
   response->n_gpus = count;

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <time.h>
 
 #include "engine/base/log.h"
@@ -125,7 +126,7 @@ static bool is_named(const char *wanted, int ordinal, const char *uuid) {
   snprintf(number, sizeof number, "%d", ordinal);
   if (strcmp(wanted, number) == 0) return true;
   if (strncmp(wanted, "GPU-", 4) == 0 || strncmp(wanted, "MIG-", 4) == 0) wanted += 4;
-  return strcmp(wanted, uuid) == 0;
+  return strcasecmp(wanted, uuid) == 0;
 }
 
 // Devices that say nothing of themselves are passed over: another one may be meant.

@@ -13,7 +13,8 @@ from kv import FP16, FP32, TIMEOUT, Cache, encode, refused, tensor
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import shared_memory_pb2 as shm
 from qkv.v1 import shared_memory_pb2_grpc, tensor_pb2
-from test_gpu import kernels, with_gpu  # noqa: F401
+from test_gpu import kernels, kernels_in, with_gpu  # noqa: F401
+from test_shared_memory import make_cache  # noqa: F401
 from test_shared_memory import MIB, Object, append, append_item, append_while_regions_go, lying, register, regions, unregister
 
 CODE = grpc.StatusCode
@@ -42,26 +43,18 @@ def unregister_cuda(stub, name="", metadata=()):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cuda") / "kernels"
-    path.write_text("the fake driver has its own")
-    with with_gpu(str(path), "--allow-client-shm") as daemon:
+    with with_gpu(kernels_in(tmp_path_factory.mktemp("cuda")), "--allow-client-shm") as daemon:
         yield daemon
 
 
 @pytest.fixture
 def memory(server):
+    """Names of this test's own, of both kinds, are given back however it ends."""
     stub = shared_memory_pb2_grpc.SharedMemoryStub(server.channel())
     yield stub
     unregister_cuda(stub)
     unregister(stub)
     server.disconnect()
-
-
-@pytest.fixture
-def make_cache(server, request):
-    count = iter(range(100))
-    return lambda **fields: Cache(server.stub(), f"{request.node.name.replace('[', '-').replace(']', '')}-{next(count)}",
-                                  **fields)
 
 
 def test_regions_are_listed_and_removed(server, memory):

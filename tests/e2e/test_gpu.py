@@ -26,11 +26,16 @@ SHAPE = {"layers": 1, "kv_heads": 2, "q_heads": 4, "key_dim": 128, "value_dim": 
          "recent_window": 0}
 
 
-@pytest.fixture
-def kernels(tmp_path):
-    path = tmp_path / "kernels"
+def kernels_in(folder):
+    """A file for --gpu-kernels."""
+    path = folder / "kernels"
     path.write_text("the fake driver has its own")
     return str(path)
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    return kernels_in(tmp_path)
 
 
 def with_gpu(kernels, *arguments, library=FAKE, memory="64MiB", **environment):
@@ -56,8 +61,8 @@ def messages(daemon, text):
     return [line for line in daemon.log_lines() if line["message"] == text]
 
 
-def qkvctl_status(daemon):
-    return subprocess.run([binary("qkvctl"), "status", "--target", daemon.target], check=True, text=True,
+def qkvctl_status(daemon, *options):
+    return subprocess.run([binary("qkvctl"), "status", "--target", daemon.target, *options], check=True, text=True,
                           stdout=subprocess.PIPE, env=clean_environment()).stdout
 
 
@@ -272,6 +277,15 @@ def test_memory_that_fills(kernels):
         assert gpu(daemon, "hits_total") == hits + 1
         assert gpu(daemon, "failures_total") == 0
 
+        def refused():
+            """Once, as all of the session was attended and one is less than the least."""
+            session.attend(range=of(0))
+            return gpu(daemon, "less_attended_total") > 0
+        wait_for(refused, "all ranges are uploaded")
+        status = json.loads(qkvctl_status(daemon, "--json"))["gpus"][0]
+        assert status["less_attended"] == gpu(daemon, "less_attended_total")
+        assert f"{status['less_attended']} attends of ranges that get less attention" in qkvctl_status(daemon)
+
 
 # ---- One that fails ----
 
@@ -389,6 +403,7 @@ def test_no_driver(kernels):
     (("--gpu-memory", "1MiB"), "--gpu-memory is 1048576 bytes, allowed are 0 and 16777216 bytes or more"),
     (("--gpu-memory", "64MiB", "--gpu-devices", "0", "--gpu-devices", "all"),
      "--gpu-devices has `all` and other names"),
+    (("--gpu-memory", "64MiB", "--gpu-devices", "first"), '--gpu-devices: "first" is neither a number, nor `all`, nor a UUID'),
     (("--gpu-memory", "64MiB", "--gpu-kernels", "/nowhere/k"), "--gpu-kernels: /nowhere/k: No such file"),
 ])
 def test_refused_options(arguments, text):

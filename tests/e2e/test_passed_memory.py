@@ -19,8 +19,10 @@ from kv import FP32, TIMEOUT, Cache, refused, tensor
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import shared_memory_pb2 as shm
 from qkv.v1 import shared_memory_pb2_grpc, tensor_pb2
+from test_cuda_memory import memory  # noqa: F401
 from test_cuda_memory import cuda_regions, unregister_cuda
-from test_gpu import with_gpu
+from test_gpu import kernels_in, with_gpu
+from test_shared_memory import make_cache  # noqa: F401
 from test_shared_memory import MIB, append, append_item, lying, regions, unregister
 
 CODE = grpc.StatusCode
@@ -30,9 +32,7 @@ EACH = 128 << 10
 
 def start(folder, *arguments):
     """With a GPU, and a socket for descriptors."""
-    kernels = folder / "kernels"
-    kernels.write_text("the fake driver has its own")
-    daemon = with_gpu(str(kernels), "--allow-client-shm", "--shm-listen", f"unix:{folder}/shm.sock", *arguments)
+    daemon = with_gpu(kernels_in(folder), "--allow-client-shm", "--shm-listen", f"unix:{folder}/shm.sock", *arguments)
     daemon.shm_path = f"{folder}/shm.sock"
     return daemon
 
@@ -102,22 +102,6 @@ def register_cuda(stub, name, token, size, each=EACH, offset=0, handle=b""):
 def server(tmp_path_factory):
     with start(tmp_path_factory.mktemp("passed")) as daemon:
         yield daemon
-
-
-@pytest.fixture
-def memory(server):
-    stub = shared_memory_pb2_grpc.SharedMemoryStub(server.channel())
-    yield stub
-    unregister_cuda(stub)
-    unregister(stub)
-    server.disconnect()
-
-
-@pytest.fixture
-def make_cache(server, request):
-    count = iter(range(100))
-    return lambda **fields: Cache(server.stub(), f"{request.node.name.replace('[', '-').replace(']', '')}-{next(count)}",
-                                  **fields)
 
 
 def open_descriptors(daemon):

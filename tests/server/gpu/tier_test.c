@@ -479,6 +479,9 @@ static void a_gpu_that_fails_leaves_the_other(void **unused) {
 
 static void names_are_checked(void **unused) {
   (void)unused;
+#define NOT_A_NAME(text)   \
+  "--gpu-devices: \"" text \
+  "\" is neither a number, nor `all`, nor a UUID as nvidia-smi -L shows it (GPU-... or MIG-...)"
   static const struct {
     const char *names[2];
     size_t count;
@@ -490,6 +493,13 @@ static void names_are_checked(void **unused) {
       {{"7", "7"}, 2, "--gpu-devices: 7 and 7 are the same GPU"},
       {{"1", "all"}, 2, "--gpu-devices has `all` and other names"},
       {{""}, 1, "--gpu-devices: a name has 0 bytes, allowed are 1 to 63"},
+      {{"GPU0"}, 1, NOT_A_NAME("GPU0")},
+      {{"-1"}, 1, NOT_A_NAME("-1")},
+      {{"01"}, 1, NOT_A_NAME("01")},
+      {{"1", "All"}, 2, NOT_A_NAME("All")},
+      {{"GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaea"}, 1, NOT_A_NAME("GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaea")},
+      {{"MIG-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeag"}, 1, NOT_A_NAME("MIG-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeag")},
+      {{"MIG-a0a1a2a3a4a5-a6a7-a8a9-aaabacadaeaf00"}, 1, NOT_A_NAME("MIG-a0a1a2a3a4a5-a6a7-a8a9-aaabacadaeaf00")},
       {{NULL}, 0, "--gpu-devices has 0 names, allowed are 1 to 64"},
   };
   world w;

@@ -32,7 +32,7 @@ class OptionValue(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class GpuStatus(_message.Message):
-    __slots__ = ("device", "name", "uuid", "up", "reason", "bytes", "bytes_limit", "ranges", "sessions", "hits", "misses", "failures")
+    __slots__ = ("device", "name", "uuid", "up", "reason", "bytes", "bytes_limit", "ranges", "sessions", "hits", "misses", "failures", "less_attended")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     UUID_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GpuStatus(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LESS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
     device: str
     name: str
     uuid: str
@@ -57,7 +58,8 @@ class GpuStatus(_message.Message):
     hits: int
     misses: int
     failures: int
-    def __init__(self, device: _Optional[str] = ..., name: _Optional[str] = ..., uuid: _Optional[str] = ..., up: bool = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_limit: _Optional[int] = ..., ranges: _Optional[int] = ..., sessions: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., failures: _Optional[int] = ...) -> None: ...
+    less_attended: int
+    def __init__(self, device: _Optional[str] = ..., name: _Optional[str] = ..., uuid: _Optional[str] = ..., up: bool = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_limit: _Optional[int] = ..., ranges: _Optional[int] = ..., sessions: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., failures: _Optional[int] = ..., less_attended: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("version", "state", "uptime_ms", "models", "sessions", "kv_bytes", "kv_bytes_limit", "rss_bytes", "listen", "cpu", "metrics", "options", "learning_bytes", "calibration_bytes", "kv_bytes_available", "overhead_bytes", "gpus")
