@@ -16,6 +16,14 @@
 // reading in the middle of the caller's rows, that alone would not give the memory back, so the connection is cut:
 // a decode stream that is open on the same client ends with it (UNAVAILABLE). The next call connects anew.
 //
+// Memory: the first client has glibc's malloc keep up to 16 MiB of freed memory at the end of each arena, as it does
+// by itself once a program has freed a block of 8 MiB. Where M_TRIM_THRESHOLD or M_MMAP_THRESHOLD are set, they
+// count.
+//
+// Versions: until there is a release, structs grow and functions change: a program is built with the header of the
+// library that it runs with. From the first release on, what is declared here keeps its form as long as libqkv.so
+// keeps its number.
+//
 // Threads: a client is used by one thread at a time; different clients are independent. A child of fork() uses no
 // client of its parent's, and makes none where the parent has had one: gRPC's threads stay behind.
 #ifndef QKV_CLIENT_C_QKV_H

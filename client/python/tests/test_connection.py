@@ -36,6 +36,20 @@ def test_import_opens_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
 
 
+def test_freed_memory_is_kept():
+    """Blocks of some MiB are not mapped one by one, each with pages of zeros: malloc counts those that are."""
+    code = """if True:
+        import ctypes, qkvd
+        libc = ctypes.CDLL(None)
+        class Figures(ctypes.Structure):
+            _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks a b c d e f".split()]
+        libc.mallinfo2.restype, libc.malloc.restype = Figures, ctypes.c_void_p
+        before = libc.mallinfo2().hblks
+        libc.malloc(7 << 20)
+        assert libc.mallinfo2().hblks == before"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_nobody_answers():
     with qkvd.Client("unix:/nobody/here", retry_for=0.3) as client:
         begin = time.monotonic()

@@ -19,7 +19,7 @@ import numpy as np
 from qkvd.arrays import NUMPY_OF, Array, WireTensor, as_numpy
 from qkvd.connection import Connection, Tls
 from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, Unimplemented, of_number
-from qkvd.items import ROPE_FORMS, Packed, append_groups
+from qkvd.items import NATIVE_BYTES, ROPE_FORMS, Packed, append_groups
 from qkvd.locks import Lock, calls_under_way
 from qkvd.v1 import model_pb2
 
@@ -148,7 +148,7 @@ class Native:
         new = 0
         try:
             with self._handle(timeout) as handle:
-                for group in append_groups(items):
+                for group in append_groups(items, NATIVE_BYTES):
                     if time.monotonic() > until:
                         raise DeadlineExceeded("")
                     new += handle.append([self._rows(packed) for packed in group])
