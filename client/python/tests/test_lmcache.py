@@ -158,6 +158,23 @@ def test_what_users_take_is_accounted(daemon):
     made.close()
 
 
+def test_a_chunk_that_the_daemon_has_closed_is_deleted(daemon):
+    """As one that was evicted or has expired: what it took is taken no more, and once more is no error."""
+    made, closed = adapter(daemon, bits="exact"), key("closed", cache_salt="carol")
+    with qkvd.Client(daemon.target) as client:
+        before = {info.session for info in client.sessions()}
+        assert store(made, [closed], [chunk((LAYERS, TOKENS, HEADS * 2 * DIM))])
+        (session,) = {info.session for info in client.sessions()} - before
+        client.close_session(session)
+    assert made.get_usage().bytes_by_cache_salt["carol"] > 0
+    for _ in range(2):
+        made.delete([closed])
+        usage = made.get_usage()
+        assert (usage.total_bytes_used, usage.bytes_by_cache_salt.get("carol", 0)) == (0, 0)
+        assert look_up(made, [closed]) == [False]
+    made.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int64])
 def test_bytes_come_back_as_they_were(daemon, dtype):
     made = adapter(daemon, bits=4)
