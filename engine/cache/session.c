@@ -501,7 +501,7 @@ qkv_session_tokens *qkv_session_tokens_of(qkv_session *session) {
   return working == NULL ? NULL : &working->tokens;
 }
 
-// Whoever compares two has a reference meanwhile, so the session is not folded in between.
+// A caller that compares two results has a reference to the session in between, so it is not folded.
 uint64_t qkv_session_truncations(const qkv_session *session) {
   const session_working *working = qkvi_working(session);
   return working == NULL ? 0 : atomic_load(&working->truncations);

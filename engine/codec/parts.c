@@ -234,8 +234,10 @@ typedef struct stream_job {
   encode_job encode;
   size_t bytes[2], stride;  // of a head's parts, prepared, and of a head
   uint8_t *prepared;
+  size_t space;      // of all blocks, and of each while it is written
+  uint8_t *written;  // [kv_heads][2][space up to 64s]
   unsigned step;
-  size_t *sizes;  // [kv_heads], as measured
+  size_t *sizes;  // [kv_heads][2], as measured, and as written; 0: it did not fit
 } stream_job;
 
 static size_t prepared_bytes(const qkv_part_coder *of) {
@@ -244,6 +246,10 @@ static size_t prepared_bytes(const qkv_part_coder *of) {
 
 static uint8_t *prepared_of(const stream_job *job, size_t head, qkv_part part) {
   return job->prepared + head * job->stride + (part == QKV_V ? job->bytes[QKV_K] : 0);
+}
+
+static uint8_t *written_of(const stream_job *job, size_t head, qkv_part part) {
+  return job->written + (2 * head + part) * aligned(job->space, ALIGN);
 }
 
 static void prepare_head(void *context, size_t index, size_t worker) {
@@ -266,13 +272,26 @@ static void prepare_head(void *context, size_t index, size_t worker) {
 static void measure_head(void *context, size_t index, size_t worker) {
   const stream_job *job = context;
   (void)worker;
-  job->sizes[index] = 0;
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     const qkv_part_coder of = part_of(job->encode.coder, (uint16_t)index, part);
     const qkv_part_stream *stream = of.codec->stream;
     const size_t bytes =
         stream != NULL ? stream->measure(&of, prepared_of(job, index, part), job->step) : of.block_bytes;
-    job->sizes[index] += aligned(bytes, block_align(job->encode.coder));
+    job->sizes[2 * index + part] = aligned(bytes, block_align(job->encode.coder));
+  }
+}
+
+static void write_head(void *context, size_t index, size_t worker) {
+  const stream_job *job = context;
+  (void)worker;
+  for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+    const qkv_part_coder of = part_of(job->encode.coder, (uint16_t)index, part);
+    const qkv_part_stream *stream = of.codec->stream;
+    uint8_t *to = written_of(job, index, part);
+    uint8_t *from = prepared_of(job, index, part);
+    if (stream == NULL) memcpy(to, from, of.block_bytes);
+    job->sizes[2 * index + part] =
+        stream != NULL ? stream->write(&of, from, job->step, to, job->space) : of.block_bytes;
   }
 }
 
@@ -285,46 +304,67 @@ static size_t measure_page(stream_job *job, qkv_pool *pool, unsigned step) {
   size_t bytes = 0;
   job->step = step;
   each_head(job, pool, measure_head);
-  for (size_t h = 0; h < job->encode.coder->kv_heads; h++) bytes += job->sizes[h];
+  for (size_t i = 0; i < 2 * (size_t)job->encode.coder->kv_heads; i++) bytes += job->sizes[i];
   return bytes;
 }
 
-// The least step that is within the bytes, as measured. A step is a sixteenth of an octave, so that a coordinate that
-// has codes takes a sixteenth of a bit less: the next guess is made with that.
-static unsigned find_step(stream_job *job, qkv_pool *pool, size_t bytes) {
+static size_t expect_page(const stream_job *job, unsigned step) {
   const qkv_coder *coder = job->encode.coder;
-  const size_t coordinates = (size_t)QKV_PAGE_TOKENS * coder->kv_heads * (coder->key_dim + coder->value_dim);
-  const double guess = 8.0 * 16 / (double)coordinates;
-  unsigned low = 0, high = QKV_PART_STEP_LAST, step = (QKV_PART_STEP_LAST + 1) / 2;  // low is taken to be too large
-  while (high - low > 1) {
+  size_t bytes = 0;
+  for (size_t i = 0; i < 2 * (size_t)coder->kv_heads; i++) {
+    const qkv_part part = i % 2 == 0 ? QKV_K : QKV_V;
+    const qkv_part_coder of = part_of(coder, (uint16_t)(i / 2), part);
+    const qkv_part_stream *stream = of.codec->stream;
+    bytes += stream != NULL ? stream->expect(&of, prepared_of(job, i / 2, part), step) : of.block_bytes;
+  }
+  return bytes;
+}
+
+// The least step from `low` on of which no more than so many bytes are expected; `high` if there is none below it.
+static unsigned least_expected(const stream_job *job, unsigned low, unsigned high, double bytes) {
+  while (low < high) {
+    const unsigned middle = (low + high) / 2;
+    if ((double)expect_page(job, middle) <= bytes) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+// The least step that is within the bytes, about: what is measured at a step says how far off what is expected is,
+// and from there to a step nearby it is taken to be as far off.
+static unsigned find_step(stream_job *job, qkv_pool *pool, size_t bytes) {
+  enum { NEARBY = 2 };
+  unsigned low = 0, high = QKV_PART_STEP_LAST, step = least_expected(job, low, high, (double)bytes);
+  while (low < high) {
     const size_t taken = measure_page(job, pool, step);
-    double next = step + ((double)taken - (double)bytes) * guess;
     if (taken > bytes) {
-      low = step;
+      low = step + 1;
     } else {
       high = step;
-      next = floor(next) - 0.5;
     }
-    step = next <= low + 1 ? low + 1 : next >= high - 1 ? high - 1 : (unsigned)next;
+    const double expected = (double)expect_page(job, step) * (double)bytes / (double)taken;
+    const unsigned next = least_expected(job, low, high, expected);
+    if (next + NEARBY >= step && next <= step + NEARBY) return next;
+    step = next;
   }
   return high;
 }
 
 // Whether the blocks fit; else the page is left with anything in it. `end` gets where they end.
-static bool write_blocks(const stream_job *job, unsigned step, size_t *end) {
+static bool write_blocks(stream_job *job, qkv_pool *pool, unsigned step, size_t *end) {
   const qkv_coder *coder = job->encode.coder;
-  const size_t first = blocks_at(coder), align = block_align(coder), last = qkvi_parts_page_bytes_max(coder) - first;
+  const size_t first = blocks_at(coder), align = block_align(coder), last = job->space;
   uint8_t *image = job->encode.image;
   size_t at = 0;
+  job->step = step;
+  each_head(job, pool, write_head);
   for (size_t i = 0; i < 2 * (size_t)coder->kv_heads; i++) {
-    const qkv_part part = i % 2 == 0 ? QKV_K : QKV_V;
-    const qkv_part_coder of = part_of(coder, (uint16_t)(i / 2), part);
-    const uint8_t *from = prepared_of(job, i / 2, part);
-    const qkv_part_stream *stream = of.codec->stream;
-    size_t bytes = of.block_bytes;
-    if (stream != NULL) bytes = stream->write(&of, from, step, image + first + at, last - at);
-    if (bytes == 0 || aligned(bytes, align) > last - at) return false;
-    if (stream == NULL) memcpy(image + first + at, from, bytes);
+    const size_t bytes = job->sizes[i];
+    if (bytes == 0 || at + aligned(bytes, align) > last) return false;
+    memcpy(image + first + at, written_of(job, i / 2, (qkv_part)(i % 2)), bytes);
     memset(image + first + at + bytes, 0, aligned(bytes, align) - bytes);
     const uint32_t word = (uint32_t)(at + bytes);
     at += aligned(bytes, align);
@@ -337,16 +377,18 @@ static bool write_blocks(const stream_job *job, unsigned step, size_t *end) {
 
 static size_t encode_streams(const encode_job *encode, qkv_pool *pool) {
   const qkv_coder *coder = encode->coder;
-  stream_job job = {.encode = *encode};
+  const size_t heads = coder->kv_heads;
+  stream_job job = {.encode = *encode, .space = qkvi_parts_page_bytes_max(coder) - blocks_at(coder)};
   size_t end = 0;
   for (qkv_part part = QKV_K; part <= QKV_V; part++)
     job.stride += job.bytes[part] = prepared_bytes(&own(coder)->parts[part]);
-  job.prepared = aligned_alloc(ALIGN, coder->kv_heads * job.stride);
-  job.sizes = calloc(coder->kv_heads, sizeof *job.sizes);
+  job.prepared = aligned_alloc(ALIGN, heads * (job.stride + 2 * aligned(job.space, ALIGN)));
+  job.sizes = calloc(2 * heads, sizeof *job.sizes);
   if (job.prepared == NULL || job.sizes == NULL) abort();
+  job.written = job.prepared + heads * job.stride;
   each_head(&job, pool, prepare_head);
-  unsigned step = find_step(&job, pool, qkvi_parts_page_bytes_max(coder) - blocks_at(coder));
-  for (; !write_blocks(&job, step, &end); step++) assert(step < QKV_PART_STEP_LAST);
+  unsigned step = find_step(&job, pool, job.space);
+  for (; !write_blocks(&job, pool, step, &end); step++) assert(step < QKV_PART_STEP_LAST);
   free(job.prepared);
   free(job.sizes);
   return end;
@@ -634,37 +676,4 @@ void qkvi_part_defaults(const qkv_codec *codec, uint32_t parameters[QKV_PARAMETE
   for (size_t i = 0; i < codec->parameter_count; i++) {
     if (parameters[i] == 0) parameters[i] = codec->parameters[i].fallback;
   }
-}
-
-// ---- Scalar codes ----
-
-void qkvi_part_mix(const qkv_code_matrix *matrix, const float *factors, size_t n, qkv_precision precision, float *out,
-                   size_t stride) {
-  if (qkvi_part_in_integers(matrix->bits, precision)) return qkv_mix_integer(matrix, factors, n, out, stride);
-  qkv_mix(matrix, factors, n, out, stride);
-}
-
-void qkvi_part_pack(const qkv_part_coder *coder, const uint8_t *codes, uint8_t *matrix) {
-  const size_t lanes = qkvi_part_lanes(coder), steps = qkvi_part_steps(coder);
-  uint8_t turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  if (coder->part == QKV_K) return qkv_mix_pack(codes, lanes, steps, coder->bits, matrix);
-  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
-    for (size_t c = 0; c < coder->dim; c++) turned[c * QKV_PAGE_TOKENS + t] = codes[t * coder->dim + c];
-  }
-  qkv_mix_pack(turned, lanes, steps, coder->bits, matrix);
-}
-
-void qkvi_part_unpack(const qkv_part_coder *coder, const uint8_t *matrix, uint8_t *codes) {
-  const size_t lanes = qkvi_part_lanes(coder), steps = qkvi_part_steps(coder);
-  uint8_t turned[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  if (coder->part == QKV_K) return qkv_mix_unpack(matrix, lanes, steps, coder->bits, codes);
-  qkv_mix_unpack(matrix, lanes, steps, coder->bits, turned);
-  for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
-    for (size_t c = 0; c < coder->dim; c++) codes[t * coder->dim + c] = turned[c * QKV_PAGE_TOKENS + t];
-  }
-}
-
-uint8_t qkvi_part_code(const qkv_part_coder *coder, const uint8_t *matrix, uint32_t slot, size_t coordinate) {
-  const size_t lane = coder->part == QKV_K ? slot : coordinate, step = coder->part == QKV_K ? coordinate : slot;
-  return qkv_mix_code(matrix, qkvi_part_steps(coder), coder->bits, lane, step);
 }

@@ -53,16 +53,18 @@ typedef struct qkv_part_coder {
   const void *tables;    // the codec's, for these numbers, of the process; or of the head
 } qkv_part_coder;
 
-// Of codecs whose blocks have no fixed size. All blocks of a page are written with one number, their step: the least,
-// which is the largest in bytes, that lets the page have no more bytes than its blocks' block_bytes together.
+// Of codecs whose blocks have no fixed size. All blocks of a page are written with one number, their step: about the
+// least, which is the largest in bytes, that lets the page have no more bytes than its blocks' block_bytes together.
 typedef struct qkv_part_stream {
   size_t (*prepared_bytes)(const qkv_part_coder *coder);
   // As encode(), to what measure() and write() take, aligned to 64; `position` is that of slot 0.
   void (*prepare)(const qkv_part_coder *coder, uint64_t position, const float *rows, uint32_t tokens, void *prepared);
-  // About the bytes that a step takes.
-  size_t (*measure)(const qkv_part_coder *coder, const void *prepared, unsigned step);
+  // The bytes that a step takes of rows as they are expected: never more of a larger step. Cheap.
+  size_t (*expect)(const qkv_part_coder *coder, const void *prepared, unsigned step);
+  // About the bytes that a step takes. May keep in `prepared` what write() of the same step needs.
+  size_t (*measure)(const qkv_part_coder *coder, void *prepared, unsigned step);
   // The bytes, a multiple of 2; 0: `space` does not hold them. Of QKV_PART_STEP_LAST at most 4, whatever the rows.
-  size_t (*write)(const qkv_part_coder *coder, const void *prepared, unsigned step, uint8_t *block, size_t space);
+  size_t (*write)(const qkv_part_coder *coder, void *prepared, unsigned step, uint8_t *block, size_t space);
   // How many of a block's slots from `first` on are, one after the other, those of rows [tokens][dim].
   uint32_t (*matching)(const qkv_part_coder *coder, const uint8_t *block, uint32_t first, uint32_t tokens,
                        const float *rows);

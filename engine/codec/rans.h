@@ -35,8 +35,46 @@ static inline void rans_put(rans_writer *to, size_t lane, uint32_t start, uint32
   to->states[lane] = (x / frequency << RANS_BITS) + x % frequency + start;
 }
 
+// A symbol as rans_put_symbol takes it. x / frequency is x * inverse / 2^44: off by less than 1 / frequency, as x is
+// below frequency * 2^20, and without overflow, as frequency (frequency - 1) < 2^24.
+typedef struct rans_symbol {
+  uint64_t inverse;
+  uint32_t limit;
+  uint16_t start, rest;  // rest: RANS_TOTAL - frequency
+} rans_symbol;
+
+static inline rans_symbol rans_symbol_of(uint32_t start, uint32_t frequency) {
+  return (rans_symbol){.inverse = (((uint64_t)1 << 44) + frequency - 1) / frequency,
+                       .limit = frequency << 20,
+                       .start = (uint16_t)start,
+                       .rest = (uint16_t)(RANS_TOTAL - frequency)};
+}
+
+// rans_put() of a frequency below RANS_TOTAL, where there is space for a word.
+static inline void rans_put_symbol(rans_writer *to, size_t lane, const rans_symbol *symbol) {
+  uint32_t x = to->states[lane];
+  const uint32_t refills = 0 - (uint32_t)(x >= symbol->limit);  // without a branch, which nobody could predict
+  const uint16_t word = (uint16_t)x;
+  memcpy(to->at - RANS_WORD, &word, RANS_WORD);
+  to->at -= refills & RANS_WORD;
+  x ^= (x ^ x >> 16) & refills;
+  to->states[lane] = x + symbol->start + (uint32_t)(x * symbol->inverse >> 44) * symbol->rest;
+}
+
 static inline void rans_put_bits(rans_writer *to, size_t lane, uint32_t bits, unsigned count) {
   if (count > 0) rans_put(to, lane, bits << (RANS_BITS - count), RANS_TOTAL >> count);
+}
+
+// rans_put_bits() of 1 to 12 bits, where there is space for a word.
+static inline void rans_put_few(rans_writer *to, size_t lane, uint32_t bits, unsigned count) {
+  const unsigned rest = RANS_BITS - count;
+  uint32_t x = to->states[lane];
+  const uint32_t refills = 0 - (uint32_t)((uint64_t)x >= (uint64_t)1 << (rest + 20));
+  const uint16_t word = (uint16_t)x;
+  memcpy(to->at - RANS_WORD, &word, RANS_WORD);
+  to->at -= refills & RANS_WORD;
+  x ^= (x ^ x >> 16) & refills;
+  to->states[lane] = (x >> rest << RANS_BITS) + (x & ((1u << rest) - 1)) + (bits << rest);
 }
 
 // More than 12 bits: the lower ones come first when they are read.
@@ -70,6 +108,17 @@ static inline void rans_take(rans_reader *from, size_t lane, uint32_t start, uin
     x = x << 16 | word;
   }
   from->states[lane] = x;
+}
+
+// rans_take() where there is a word.
+static inline void rans_take_symbol(rans_reader *from, size_t lane, uint32_t start, uint32_t frequency) {
+  uint32_t x = from->states[lane];
+  uint16_t word;
+  x = frequency * (x >> RANS_BITS) + (x & (RANS_TOTAL - 1)) - start;
+  const uint32_t refills = 0 - (uint32_t)(x < RANS_LEAST);  // without a branch, as above
+  memcpy(&word, from->at, RANS_WORD);
+  from->at += refills & RANS_WORD;
+  from->states[lane] = x ^ ((x ^ (x << 16 | word)) & refills);
 }
 
 static inline uint32_t rans_take_bits(rans_reader *from, size_t lane, unsigned count) {

@@ -121,6 +121,27 @@ static void channels_of_the_calibration_get_the_bits(void **state) {
   }
 }
 
+// Of ecsq: coordinates have steps by what the calibration says of them.
+static void steps_follow_the_calibration(void **state) {
+  (void)state;
+  qkv_rope ropes[] = {{0}, {.theta = 10000}};
+  qkv_error error;
+  assert_int_equal(qkv_rope_resolve(&ropes[1], DIM, &error), QKV_OK);
+  for (size_t i = 0; i < sizeof ropes / sizeof *ropes; i++) {
+    const qkv_calibration *calibration = learn(&ropes[i]);
+    double outliers[2], without[2], with[2];
+    (void)measure("turboquant-outliers", 2, &ropes[i], calibration, outliers);
+    (void)measure("ecsq", 2, &ropes[i], NULL, without);
+    (void)measure("ecsq", 2, &ropes[i], calibration, with);
+    for (qkv_part part = QKV_K; part <= QKV_V; part++) {
+      if (with[part] > 0.3 * without[part] || with[part] > 0.5 * outliers[part])
+        fail_msg("rope %zu, part %d: %g, without a calibration %g, turboquant-outliers %g", i, part, with[part],
+                 without[part], outliers[part]);
+    }
+    qkv_calibration_unref(&calibration);
+  }
+}
+
 // Each sub-vector has points of its own for what it is like.
 static void codebooks_of_the_calibration_gain(void **state) {
   (void)state;
@@ -218,6 +239,7 @@ static void as_many_channels_as_are_said(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(channels_of_the_calibration_get_the_bits), cmocka_unit_test(as_many_channels_as_are_said),
-      cmocka_unit_test(codebooks_of_the_calibration_gain), cmocka_unit_test(codebooks_go_with_parts)};
+      cmocka_unit_test(steps_follow_the_calibration), cmocka_unit_test(codebooks_of_the_calibration_gain),
+      cmocka_unit_test(codebooks_go_with_parts)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
