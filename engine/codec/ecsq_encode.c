@@ -266,8 +266,7 @@ size_t qkvi_ecsq_measure(const qkv_part_coder *coder, void *prepared, unsigned s
 
 // ---- The block ----
 
-static void put_code(rans_writer *to, size_t lane, unsigned context, unsigned cut,
-                                               int32_t code) {
+static void put_code(rans_writer *to, size_t lane, unsigned context, unsigned cut, int32_t code) {
   const int32_t half = cut > 0 ? 1 << (cut - 1) : 0, high = (code + half) >> cut;
   const uint32_t size = (uint32_t)(high < 0 ? -high : high), low = (uint32_t)(code + half) & ((1u << cut) - 1);
   const bool escapes = (int32_t)size > qkvi_ecsq.tops[context];
