@@ -82,7 +82,8 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
                             qkv_call_error *error);
 // qkv_client_options.timeout_ms of the calls to come; 0 or less: 60000. Not while a decode stream is open.
 void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms);
-// Closes the connection and clears *client. Sessions stay open in the daemon.
+// Closes the connection and clears *client. Sessions stay open in the daemon. Where the client has shared or lent
+// memory it waits a second at most for a daemon that does not answer.
 void qkv_client_close(qkv_client **client);
 
 // Frees memory that a call of this library has returned.

@@ -14,9 +14,16 @@
 
 #include "client/c/client.h"
 #include "client/c/message.h"
+#include "engine/base/clock.h"
 #include "qkv/v1/shared_memory.pb-c.h"
 
-enum { DESCRIPTORS_MAX = 64, HANDLE_BYTES = 64, TOKEN_DIGITS = 32, PASSING_S = 10 };
+enum {
+  DESCRIPTORS_MAX = 64,
+  HANDLE_BYTES = 64,
+  TOKEN_DIGITS = 32,
+  PASSING_S = 10,
+  CLOSE_MS = 1000,  // that a client which is closed waits for a daemon that does not answer
+};
 
 struct qkvi_share {
   char name[64];  // of the object, with '/', and of the region, without
@@ -139,6 +146,20 @@ static void withdraw(qkv_client *client, const qkvi_share *share) {
     protobuf_c_message_free_unpacked(answer, NULL);
 }
 
+// All that comes until the other end closes. A signal that the program handles breaks off a receive with a timeout.
+static ssize_t receive_all(int socket, char *out, size_t bytes) {
+  size_t got = 0;
+  const int64_t until_ms = qkv_now_ms() + PASSING_S * 1000;
+  while (got < bytes) {
+    const ssize_t more = recv(socket, out + got, bytes - got, 0);
+    if (more < 0 && errno == EINTR && qkv_now_ms() < until_ms) continue;
+    if (more < 0) return -1;
+    if (more == 0) break;
+    got += (size_t)more;
+  }
+  return (ssize_t)got;
+}
+
 // Passes the descriptors of lent memory (docs/shared-memory.md).
 static qkv_status pass(const qkvi_share *share, int socket, char token[TOKEN_DIGITS + 1], qkv_error *error) {
   const size_t bytes = share->memory.descriptor_count * sizeof(int);
@@ -156,7 +177,7 @@ static qkv_status pass(const qkvi_share *share, int socket, char token[TOKEN_DIG
   part->cmsg_len = CMSG_LEN(bytes);
   memcpy(CMSG_DATA(part), share->descriptors, bytes);
   const bool sent = sendmsg(socket, &message, MSG_NOSIGNAL) == (ssize_t)sizeof greeting;
-  const ssize_t got = sent ? recv(socket, answer, sizeof answer, MSG_WAITALL) : -1;
+  const ssize_t got = sent ? receive_all(socket, answer, sizeof answer) : -1;
   if (got < 1) return qkv_fail(error, QKV_UNAVAILABLE, "no answer at %s", share->passing);
   if (answer[0] != 0)
     return qkv_fail(error, (qkv_status)answer[0], "%s: %.*s", share->passing, (int)got - 1, answer + 1);
@@ -281,7 +302,10 @@ qkv_code qkv_client_lend(qkv_client *client, const qkv_client_lent *memory, qkv_
 }
 
 void qkvi_shares_free(qkv_client *client) {
+  const int64_t until_ms = qkv_now_ms() + CLOSE_MS;
   while (client->shares != NULL) {
+    const int64_t left_ms = until_ms - qkv_now_ms();
+    if (client->options.timeout_ms > left_ms) client->options.timeout_ms = left_ms < 1 ? 1 : left_ms;
     void *memory = client->shares->data;
     qkv_client_unshare(client, &memory);
   }

@@ -1,5 +1,6 @@
 // Memory that the daemon maps: the same rows go in and come out as by the socket, and none of them crosses it.
 #include <fcntl.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -8,6 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -264,6 +268,81 @@ static void who_may_not(void **state) {
 
 // ---- lent memory ----
 
+// A daemon that does not answer holds up nobody who goes.
+static void a_client_is_closed_while_the_daemon_is_stopped(void **state) {
+  (void)state;
+  enum { SHARES = 3, TIMEOUT_MS = 4000 };
+  fixture_daemon *daemon = start();
+  const qkv_client_options options = {.timeout_ms = TIMEOUT_MS};
+  qkv_call_error error = {0};
+  qkv_client *client = NULL;
+  void *memory = NULL;
+  ok(qkv_client_connect(daemon->unix_address, &options, &client, &error), &error);
+  for (int i = 0; i < SHARES; i++) ok(qkv_client_share(client, 4096, &memory, &error), &error);
+  assert_int_equal(kill(daemon->pid, SIGSTOP), 0);
+  const int64_t began = fixture_now_ms();
+  qkv_client_close(&client);
+  assert_true(fixture_now_ms() - began < TIMEOUT_MS);
+  assert_int_equal(kill(daemon->pid, SIGCONT), 0);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+}
+
+static void on_alarm(int number) {
+  (void)number;
+}
+
+// Takes descriptors, and refuses them after a while.
+static void *refuse_late(void *context) {
+  const int *listener = context;
+  static const char answer[] = {QKV_INTERNAL, 'l', 'a', 't', 'e'};
+  char greeting[8];
+  const int fd = accept(*listener, NULL, NULL);
+  assert_true(fd >= 0);
+  assert_int_equal(recv(fd, greeting, sizeof greeting, MSG_WAITALL), sizeof greeting);
+  fixture_sleep_ms(300);
+  (void)send(fd, answer, sizeof answer, MSG_NOSIGNAL);
+  close(fd);
+  return NULL;
+}
+
+// Signals that the program handles do not end the passing of descriptors.
+static void signals_while_descriptors_are_passed(void **state) {
+  (void)state;
+  enum { ALARM_US = 20000 };
+  char folder[128];
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  fixture_make_directory(folder, sizeof folder);
+  (void)snprintf(address.sun_path, sizeof address.sun_path, "%.90s/s", folder);
+  int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  assert_int_equal(bind(listener, (const struct sockaddr *)&address, sizeof address), 0);
+  assert_int_equal(listen(listener, 1), 0);
+  fixture_daemon *daemon = start();
+  qkv_client *client = connect_to(daemon->unix_address);
+  sigset_t alarms;
+  pthread_t thread;
+  (void)sigemptyset(&alarms);
+  (void)sigaddset(&alarms, SIGALRM);
+  assert_int_equal(pthread_sigmask(SIG_BLOCK, &alarms, NULL), 0);
+  assert_int_equal(pthread_create(&thread, NULL, refuse_late, &listener), 0);
+  assert_int_equal(pthread_sigmask(SIG_UNBLOCK, &alarms, NULL), 0);
+  const struct sigaction handled = {.sa_handler = on_alarm};
+  const struct itimerval often = {{0, ALARM_US}, {0, ALARM_US}}, never = {{0, 0}, {0, 0}};
+  assert_int_equal(sigaction(SIGALRM, &handled, NULL), 0);
+  assert_int_equal(setitimer(ITIMER_REAL, &often, NULL), 0);
+  const qkv_client_lent memory = {
+      .data = folder, .bytes = 1, .descriptors = &listener, .descriptor_count = 1, .passing = address.sun_path};
+  qkv_call_error error = {0};
+  const qkv_code code = qkv_client_lend(client, &memory, &error);
+  assert_int_equal(setitimer(ITIMER_REAL, &never, NULL), 0);
+  assert_int_equal(pthread_join(thread, NULL), 0);
+  assert_int_equal(code, QKV_INTERNAL);
+  assert_non_null(strstr(error.text, ": late"));
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
+  close(listener);
+  fixture_remove_directory(folder);
+}
+
 // A daemon whose GPU is the fake driver's, and that takes descriptors at `passing`.
 typedef struct lending {
   char folder[128], kernels[160], passing[160], listen[176];
@@ -437,6 +516,8 @@ int main(void) {
       cmocka_unit_test(queries_and_gaps),
       cmocka_unit_test(a_daemon_that_starts_anew_gets_to_know_it),
       cmocka_unit_test(who_may_not),
+      cmocka_unit_test(a_client_is_closed_while_the_daemon_is_stopped),
+      cmocka_unit_test(signals_while_descriptors_are_passed),
       cmocka_unit_test(a_memfd_is_lent),
       cmocka_unit_test(memory_on_the_gpu_is_lent),
       cmocka_unit_test(allocations_of_a_gpu_are_lent),
