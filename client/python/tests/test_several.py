@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pathlib
+import socket
 import time
 from concurrent import futures
 
@@ -52,6 +53,24 @@ def test_bad_targets():
         pytest.raises(qkvd.Unavailable, match="2 daemons"),
     ):
         client.session_info("s")
+
+
+def test_silent_daemons_take_the_time_of_one():
+    """Those that take connections and say nothing, before one that answers."""
+
+    async def asynchronous(targets):
+        async with qkvd.AsyncClient(targets) as client:
+            return await client.models()
+
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+        daemon = stack.enter_context(Daemon())
+        targets = ",".join([f"127.0.0.1:{one.getsockname()[1]}" for one in silent] + [daemon.target])
+        client = stack.enter_context(qkvd.Client(targets))
+        for work in (client.models, lambda: asyncio.run(asynchronous(targets))):
+            begin = time.monotonic()
+            assert work() == []
+            assert time.monotonic() - begin < 3
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,9 @@ async def owner(client: AsyncClient, key: str | None) -> Daemon[AsyncClient]:
 
 
 async def serving(client: AsyncClient) -> list[Daemon[AsyncClient]]:
-    """All that do; Unavailable where none does."""
-    all_of_them = [daemon for daemon in client._daemons.all if await serves(client, daemon)]
+    """All that do; those that are to be asked are asked at the same time. Unavailable where none does."""
+    answers = await asyncio.gather(*(serves(client, daemon) for daemon in client._daemons.all))
+    all_of_them = [daemon for daemon, answer in zip(client._daemons.all, answers, strict=True) if answer]
     if not all_of_them:
         raise client._daemons.nobody()
     return all_of_them

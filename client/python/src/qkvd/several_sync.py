@@ -6,6 +6,7 @@ import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -83,8 +84,11 @@ def owner(client: Client, key: str | None) -> Daemon[Client]:
 
 
 def serving(client: Client) -> list[Daemon[Client]]:
-    """All that do; Unavailable where none does."""
-    all_of_them = [daemon for daemon in client._daemons.all if serves(client, daemon)]
+    """All that do; those that are to be asked are asked at the same time. Unavailable where none does."""
+    asked = [daemon for daemon in client._daemons.all if daemon.suspect and daemon.due()]
+    if asked:
+        client._threads.map([partial(serves, client, daemon) for daemon in asked])
+    all_of_them = [daemon for daemon in client._daemons.all if not daemon.suspect]
     if not all_of_them:
         raise client._daemons.nobody()
     return all_of_them
