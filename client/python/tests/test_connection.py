@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 from conftest import DIM, KV_HEADS
-from daemon import Daemon
+from daemon import Daemon, wait_for
 
 import qkvd
 from qkvd import connection
@@ -318,6 +318,38 @@ def test_fork_with_a_stream(client, session, rows, queries):
         for _ in range(3):
             assert in_child(lambda: child(stream)) == 0
         assert stream.attend([qkvd.Item(session=session.name, q=q)])[0].error is None
+    assert in_child(lambda: session.info()) == 0
+
+
+@new_grpc
+def test_fork_in_the_middle_of_a_put_and_of_a_watch(client, session, model, name, rows):
+    """As with a decode stream: the child is told, and the parent's call goes on."""
+
+    def child():
+        with pytest.raises(qkvd.FailedPrecondition, match="forked while a call or a stream was open"):
+            session.info()
+
+    go_on = threading.Event()
+
+    def pairs():
+        yield rows(1)
+        go_on.wait()
+        yield rows(1)
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        put = pool.submit(client.put, name + "-put", pairs(), model=model.name)
+        try:
+            wait_for(lambda: calls_under_way._running > 0, "the put does not begin")
+            assert in_child(child) == 0
+        finally:
+            go_on.set()
+        put.result()
+    assert client.session_info(name + "-put").lengths == [1, 1]
+    client.close_session(name + "-put")
+    watch = client.watch()
+    assert next(watch).reset
+    assert in_child(child) == 0
+    watch.close()
     assert in_child(lambda: session.info()) == 0
 
 

@@ -302,6 +302,7 @@ class Client:
         read = calls.reader(kv_cache_pb2.WatchResponse)
         stub = self._at(None)._stub("unary_stream", calls.CACHE + "Watch")
         answers = stub(request, metadata=self._connection.metadata_of(None))
+        calls_under_way.stream_begins()
         try:
             for answer in answers:
                 yield read(answer)
@@ -309,6 +310,7 @@ class Client:
             raise errors.of_call(error, "Watch", self._connection.timeout) from None
         finally:
             answers.cancel()
+            calls_under_way.stream_ends()
 
     # ---- opaque objects ----
 
@@ -596,8 +598,9 @@ class Client:
         stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
-            answer = stub.future(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
-            return bytes(waits.answer(answer, seconds, method, seconds))
+            with calls_under_way:
+                answer = stub.future(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
+                return bytes(waits.answer(answer, seconds, method, seconds))
         except grpc.RpcError as error:
             if isinstance(outgoing.failure, errors.Error):
                 raise outgoing.failure from None
