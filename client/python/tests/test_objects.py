@@ -8,6 +8,7 @@ import pytest
 
 import qkvd
 from qkvd import objects
+from qkvd.v1 import objects_pb2
 
 PART = 1 << 20
 
@@ -80,6 +81,27 @@ def test_a_wrong_checksum_is_seen_on_both_sides(client, name, monkeypatch):
     monkeypatch.setattr(objects, "checksum", lambda data: 7)
     with pytest.raises(qkvd.DataLoss, match="does not have its checksum"):
         client.get_object(name)
+
+
+@pytest.mark.parametrize("then", ["the end", "another", "missing"])
+def test_an_object_that_does_not_come_whole(then):
+    """Of three bytes two: whatever follows, the object is not taken for one."""
+    gathering = objects.Gathering(["a", "b"])
+    begin = {"info": objects_pb2.ObjectInfo(object="a", bytes=3), "data": b"xy"}
+    pieces = [objects_pb2.GetPiece(index=0, **begin)]
+    if then != "the end":
+        pieces.append(objects_pb2.GetPiece(index=1, **({"missing": True} if then == "missing" else begin)))
+    with pytest.raises(qkvd.Internal, match="of object a 2 of 3 bytes have come"):
+        gathering.take(objects_pb2.GetObjectsResponse(pieces=pieces).SerializeToString())
+        gathering.all()
+
+
+def test_an_object_that_turns_out_to_be_damaged():
+    gathering = objects.Gathering(["a"])
+    begin = objects_pb2.GetPiece(info=objects_pb2.ObjectInfo(object="a", bytes=3), data=b"xy")
+    pieces = [begin, objects_pb2.GetPiece(missing=True)]
+    gathering.take(objects_pb2.GetObjectsResponse(pieces=pieces).SerializeToString())
+    assert gathering.all() == [None]
 
 
 def test_a_generator_that_raises_leaves_nothing_half(client, name):

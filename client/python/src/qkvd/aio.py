@@ -275,7 +275,7 @@ class AsyncClient:
         request, key = opaque.get_request(names), opaque.key_of(names)
         async for answer in self._stream(opaque.OBJECTS + "GetObjects", request, timeout, key):
             gathering.take(answer)
-        return gathering.found
+        return gathering.all()
 
     async def has_objects(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[int]:
         """As `Client.has_objects`."""

@@ -356,7 +356,7 @@ class Client:
         request, key = opaque.get_request(names), opaque.key_of(names)
         for answer in self._stream(opaque.OBJECTS + "GetObjects", request, timeout, key):
             gathering.take(answer)
-        return gathering.found
+        return gathering.all()
 
     def has_objects(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[int]:
         """How many bytes each of these objects has, 0 where there is none, in order; up to 16384 names in one call.

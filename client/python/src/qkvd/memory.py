@@ -142,8 +142,8 @@ def fetch_into(
     part = "both" if k is not None and v is not None else "k" if k is not None else "v"
     asked = calls.fetch_request(session, [layer], begin, end, dtype, False, part, "after", 0)
     into = kv_cache_pb2.FetchRequest(k_into=k, v_into=v).SerializeToString()  # a message is its parts
-    tokens = 0
+    tokens, read = 0, calls.reader(kv_cache_pb2.FetchResponse)
     for data in client._stream(calls.CACHE + "Fetch", asked + into, timeout, session):
-        piece = kv_cache_pb2.FetchResponse.FromString(data)
-        tokens += (piece.k if piece.HasField("k") else piece.v).dims[0]
+        piece = read(data)
+        tokens += next(iter((piece.k if piece.HasField("k") else piece.v).dims), 0)
     return tokens

@@ -112,7 +112,7 @@ class Gathering:
             raise InvalidArgument(f"out has {len(out)} entries, there are {len(names)} names")
         self._names = names
         self._targets = None if out is None else [memoryview(one).cast("B") for one in out]
-        self.found: list[memoryview | None] = [None] * len(names)
+        self._found: list[memoryview | None] = [None] * len(names)
         self._index = -1
         self._at = 0
         self._info = objects_pb2.ObjectInfo()
@@ -136,25 +136,38 @@ class Gathering:
             if index >= len(self._names):
                 raise Internal(f"the daemon's answer cannot be read: object {index} of {len(self._names)}")
             if missing:
-                self.found[index], self._index = None, -1
+                if index != self._index:  # what has come of this one is void
+                    self._check_whole()
+                self._found[index], self._index = None, -1
                 continue
             if begin is not None:
                 self._begin(index, reader(objects_pb2.ObjectInfo)(data[begin.begin : begin.end]))
             if body is not None:
                 self._append(index, view[body.begin : body.end])
 
+    def all(self) -> list[memoryview | None]:
+        """When the stream has ended: the objects, None where there is none. Internal: the last one did not come whole."""
+        self._check_whole()
+        return self._found
+
+    def _check_whole(self) -> None:
+        target = self._found[self._index] if self._index >= 0 else None
+        if target is not None and self._at < target.nbytes:
+            raise Internal(f"of object {self._info.object} {self._at} of {target.nbytes} bytes have come")
+
     def _begin(self, index: int, info: objects_pb2.ObjectInfo) -> None:
+        self._check_whole()
         self._index, self._at, self._info = index, 0, info
         if self._targets is None:
-            self.found[index] = memoryview(bytearray(info.bytes))
+            self._found[index] = memoryview(bytearray(info.bytes))
             return
         target = self._targets[index]
         if target.nbytes < info.bytes:
             raise InvalidArgument(f"object {info.object} has {info.bytes} bytes, its place in out {target.nbytes}")
-        self.found[index] = target[: info.bytes]
+        self._found[index] = target[: info.bytes]
 
     def _append(self, index: int, data: memoryview) -> None:
-        target = self.found[index]
+        target = self._found[index]
         if index != self._index or target is None or self._at + data.nbytes > target.nbytes:
             raise Internal(f"the daemon's answer cannot be read: bytes of object {index} that does not expect them")
         target[self._at : self._at + data.nbytes] = data
