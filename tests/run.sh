@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/packages.sh
 
 readonly all_stages=(asan tsan fuzz arm release)
-readonly more_stages=(quality smollm2 transformers vllm lmcache sglang image boot packages arm64 proxies chart compose commands page) # only when they are asked for
+readonly more_stages=(rest quality smollm2 transformers vllm lmcache sglang image boot packages arm64 proxies chart compose commands page) # only when they are asked for
 
 usage() {
   cat <<'TEXT'
@@ -15,16 +15,18 @@ Usage: tests/run.sh [--only STAGE]... [--fuzz-seconds N] [--help]
 Installs the Debian packages that are missing, builds, and runs the tests, stage by stage; stops at the first
 stage that fails. Builds lie in build/<preset>; a second run builds only what has changed.
 
-  asan      all tests under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
+  asan      the tests but the longest ones under AddressSanitizer (with leak check) and UndefinedBehaviorSanitizer
   tsan      the tests of server, storage, the engine's threads, and some end to end, under ThreadSanitizer
   fuzz      every fuzz target for --fuzz-seconds (10 by default)
   arm       the kernels for 64-bit ARM, cross-compiled and run by qemu
-  release   all tests with the release build, and the lint
+  release   the tests with the release build, and the lint
 
 Not among them unless asked for:
 
+  rest      the tests that the stages asan and release leave out as they take long: every kernel at every width and depth,
+            every codec at one depth, and the longest end-to-end tests with the asan build; 10 minutes
   quality   every codec at all depths against tests/regress/codecs.csv, and 16 windows of each text against quality.csv, of
-            which the release stage has one depth and one window; 15 minutes. What a trial decides may differ on other processors
+            which rest has one depth and release one window; 15 minutes. What a trial decides may differ on other processors
   smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, the same
             through a daemon that learns from traffic, against tests/regress/learnt.csv, and the tests that need the model;
             some 30 minutes on two processors
@@ -117,7 +119,7 @@ build() { # preset [target]
 run_asan() {
   build asan
   say "tests of the asan build"
-  "${unrandomized[@]}" ctest --preset asan -j "$at_once"
+  "${unrandomized[@]}" ctest --preset asan -j "$at_once" -LE '^rest$'
 }
 
 run_tsan() {
@@ -152,7 +154,16 @@ run_arm() {
 run_release() {
   build release
   say "tests of the release build"
-  ctest --preset release -j "$at_once"
+  ctest --preset release -j "$at_once" -LE '^rest$'
+}
+
+run_rest() {
+  build asan
+  say "the long tests with the asan build"
+  "${unrandomized[@]}" ctest --preset asan -j "$at_once" -L '^rest$'
+  build release
+  say "the long tests with the release build"
+  ctest --preset release -j "$at_once" -L '^rest$'
 }
 
 run_quality() {
