@@ -400,11 +400,13 @@ static void bound_held(void) {
   inspected *most;
   int file = -1;
   while (all_held > held_max && (most = find_most(&file)) != NULL) {
+    const uint32_t serial = most->serial;
     const bool gone = is_gone(most, file);
-    if (!gone) close_for(most, file, QKVI_HTTP2_REQUEST_BYTES);
     pthread_mutex_lock(&most->lock);
-    count_held(most, 0);
-    if (!gone && most->poller >= 0) (void)wake(most, file);
+    const bool same = most->serial == serial;  // no later connection has the descriptor by now
+    if (same && !gone) close_for(most, file, QKVI_HTTP2_REQUEST_BYTES);
+    if (same) count_held(most, 0);
+    if (same && !gone && most->poller >= 0) (void)wake(most, file);
     pthread_mutex_unlock(&most->lock);
   }
 }
