@@ -392,3 +392,22 @@ def test_layers_that_keep_different_things(daemon, tmp_path, kind):
             made = engine.generate(PROMPT, 40)
             assert (made["tokens"], made["cached"]) == (own["tokens"], 0)
         client.delete_objects([info.object for info in client.objects()])
+
+
+def test_a_conversation_of_a_model_with_states(daemon, tmp_path):
+    """What follows an answer begins with a state of the answer's: another process has the text of one that computes all.
+
+    Ten tokens of it: the state is of steps of one token, which round otherwise, in bfloat16, than those of a prompt.
+    """
+    model, more = random_model("linear", tmp_path)
+    settings = {"target": daemon.target, "model_name": "conversation", "lookup_timeout": 5.0}
+    more |= {"max_model_len": 1024, "enable_prefix_caching": True}
+    with Engine(model, settings, log=log("conversation"), **more) as engine:
+        prompt = PROMPT + engine.generate(PROMPT, COUNT)["tokens"]
+    with Engine(model, log=log("conversation-alone"), **more) as engine:
+        own = engine.generate(prompt, 10)
+    with qkvd.Client(daemon.target) as client:
+        with Engine(model, settings, log=log("conversation-2"), **more) as engine:
+            made = engine.generate(prompt, 10)
+        assert (made["tokens"], made["cached"]) == (own["tokens"], (len(prompt) - 1) // 64 * 64)
+        client.delete_objects([info.object for info in client.objects()])

@@ -1,5 +1,6 @@
 """The two halves of the connector for vLLM without an engine: what one is told, and what it does."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -290,6 +291,31 @@ def test_states_are_saved_where_a_step_ends_with_them():
     assert [len(group.names) for group in save.groups] == [2, 1, 0]
     (save,) = step(made, 208, 113, blocks=blocks)  # with a token that is not known yet
     assert [len(group.names) for group in save.groups] == [4, 2, 0]
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_states_are_saved_a_step_later_where_tokens_are_still_on_their_way(drafts):
+    """As with async scheduling: the last token of a block is known when the step behind it is scheduled."""
+    layers = several_groups()
+    layers.kv_cache_groups[2].kv_cache_spec = dataclasses.replace(
+        layers.kv_cache_groups[2].kv_cache_spec, num_speculative_blocks=drafts
+    )
+    made = scheduler(BlockScheduler, layers=layers)
+    made._prefixes.which_held = lambda names: [False] * len(names)
+    going_on = grouped(128)
+    made.matched(going_on, 0)
+    blocks = (list(range(10, 20)), [0, 2, 3, 4, 5], [0, 7, 8, 9, 6])
+    assert len(step(made, 0, 128, blocks=blocks)) == 1
+    for known in range(128, 192):
+        going_on.all_token_ids = IDS[:known]
+        going_on.block_hashes = [bytes([place]) * 32 for place in range(known // 32)]
+        assert step(made, known, 1, blocks=blocks) == []  # the token that it computes is the one before's
+    going_on.all_token_ids = IDS[:192]
+    going_on.block_hashes = [bytes([place]) * 32 for place in range(6)]
+    (save,) = step(made, 192, 1, blocks=blocks)
+    assert save.tokens == 64
+    states = ([named(5, 2)], [8]) if not drafts else ([], [])
+    assert [(group.names, group.blocks) for group in save.groups][2] == states
 
 
 def test_layers_of_several_shapes_are_kept_as_they_are():

@@ -83,6 +83,16 @@ class Group:
         """Whether a block holds the state that a step ended with, and not what is of its own tokens."""
         return isinstance(self.spec, MambaSpec) and self.spec.mamba_cache_mode != "all"
 
+    def has_state(self, end: int, step: tuple[int, int]) -> bool:
+        """Whether the block before token `end` has the state there when a step that begins and ends with these is over.
+
+        A step that begins behind a block copies its state to the next one, and leaves it as it is. Then states within
+        answers are saved where the engine schedules a step before the token of the last one is known (async scheduling),
+        and with it the block's hash. Blocks for drafts move.
+        """
+        begin, reached = step
+        return end == reached or (end == begin and not self.spec.num_speculative_blocks)
+
     def names(self, hashes: Listed[bytes], epoch: str, begin: int, end: int) -> list[str]:
         """Of the whole blocks of tokens [begin, end)."""
         ends = range((begin // self.tokens + 1) * self.tokens, end + 1, self.tokens)
@@ -206,7 +216,7 @@ class BlockScheduler(Scheduler):
             groups.append(GroupBlocks([name for name, _ in needed], [block for _, block in needed]))
         return BlockLoad(sequence.request.request_id, begin, end, groups)
 
-    def _save(self, name: str, sequence: Sequence, end: int, reached: int, state: Any) -> BlockSave | None:
+    def _save(self, name: str, sequence: Sequence, end: int, step: tuple[int, int], state: Any) -> BlockSave | None:
         begin, end = sequence.saved, self._hashed(sequence.request, end)
         if end <= begin:
             return None
@@ -214,7 +224,7 @@ class BlockScheduler(Scheduler):
         for group, ids in zip(self._groups, self._cover(state.get_block_ids(name), begin, end), strict=True):
             made = list(zip(group.names(hashes, self._epoch, begin, end), ids, strict=True))
             if group.at_steps_ends:
-                made = made[-1:] if reached == end else []
+                made = made[-1:] if group.has_state(end, step) else []
             made = [(name, block) for name, block in made if block]  # of windows, some have gone
             groups.append(GroupBlocks([name for name, _ in made], [block for _, block in made]))
         sequence.saved = end

@@ -338,7 +338,7 @@ class Scheduler:
             # later step of the request.
             reached, begin = computed + output.num_scheduled_tokens[name], sequence.saved
             end = min(reached, len(sequence.request.all_token_ids), begin + self._free())
-            save = self._save(name, sequence, end, reached, output.kv_connector_block_state)
+            save = self._save(name, sequence, end, (computed, reached), output.kv_connector_block_state)
             if save is not None:
                 meta.saves.append(save)
                 self._handed_out += sequence.saved - begin
@@ -348,8 +348,9 @@ class Scheduler:
         """Tokens that may be handed out to be saved."""
         return max(self._waiting_most - (self._handed_out - min(self._done.values())), 0)
 
-    def _save(self, name: str, sequence: Sequence, end: int, reached: int, state: Any) -> Any:
-        """The pages of a request below `end` that are not saved yet: a Save, or None. The step computes up to `reached`."""
+    def _save(self, name: str, sequence: Sequence, end: int, step: tuple[int, int], state: Any) -> Any:
+        """The pages of a request below `end` that are not saved yet: a Save, or None. `step`: the tokens that the step
+        begins and ends with."""
         ids = sequence.request.all_token_ids
         begin, end = sequence.saved, end // PAGE * PAGE
         if end <= begin:
