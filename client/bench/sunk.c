@@ -1,5 +1,5 @@
 // What a session takes of memory that is on the SSD alone: sessions over a real storage, each appended to, written
-// and sunk, then folded.
+// and sunk, then folded; and forks of a session that stays in memory.
 #include <errno.h>
 #include <malloc.h>
 #include <stdatomic.h>
@@ -18,6 +18,8 @@ enum {
   SESSIONS = 128,
   LAYERS = 32,
   TOKENS = 1024,
+  FORKS = 1000,
+  PREFIX = 4096,
   DIM = 64,
   WAIT_US = 1000,
   SYNC_MS = 50,
@@ -173,8 +175,8 @@ static void setup(sunk_scene *s) {
   s->store = qkv_store_create(&(qkv_store_config){
       .memory_budget = UINT64_C(1) << 33,
       .models_max = 1,
-      .sessions_max = SESSIONS + 1,
-      .prefixes_max = SESSIONS * TOKENS / QKV_PREFIX_PAGE + 1,
+      .sessions_max = SESSIONS + FORKS + 2,
+      .prefixes_max = (SESSIONS * TOKENS + PREFIX) / QKV_PREFIX_PAGE + 1,
       .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED), .bits_k = 2, .bits_v = 2, .recent_window = 0}});
   must(qkv_store_register_model(s->store, &model, &s->model, &error), &error);
   s->rows = qkv_bench_rows((size_t)2 * TOKENS * DIM * sizeof *s->rows, 1);
@@ -192,7 +194,7 @@ static void teardown(sunk_scene *s) {
   if (system(command) != 0) abort();
 }
 
-static void append(const sunk_scene *s, qkv_session *session) {
+static void append(const sunk_scene *s, qkv_session *session, uint64_t position) {
   const size_t bytes = (size_t)TOKENS * DIM * sizeof *s->rows;
   const int64_t dims[] = {TOKENS, 1, DIM};
   const qkv_segment k_of = {.data = (const uint8_t *)s->rows, .length = bytes};
@@ -201,18 +203,19 @@ static void append(const sunk_scene *s, qkv_session *session) {
   qkv_error error = {0};
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     uint64_t appended, length;
-    must(qkv_session_append(session, layer, 0, &k, &v, false, &appended, &length, &error), &error);
+    must(qkv_session_append(session, layer, position, &k, &v, false, &appended, &length, &error), &error);
   }
   qkv_session_tokens *tokens = qkv_session_tokens_of(session);
   qkv_arena *arena = tokens->config.arena;
-  uint64_t reserved = qkv_session_tokens_cost(tokens, 0, TOKENS);
+  uint64_t reserved = qkv_session_tokens_cost(tokens, position, TOKENS);
   must(qkv_arena_reserve(arena, reserved, &error), &error);
   s->ids[0]++;
-  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), 0, s->ids, TOKENS, &reserved);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), position, s->ids, TOKENS, &reserved);
   qkv_arena_unreserve(arena, reserved);
 }
 
-static qkv_session *make(sunk_scene *s, int number) {
+// Of so many tokens, which are durable and in memory.
+static qkv_session *make_durable(sunk_scene *s, int number, uint64_t tokens) {
   qkv_session_config config = {.tenant = "default",
                                .purpose = QKV_PURPOSE_ATTEND,
                                .policy = QKV_POLICY_UNSET,
@@ -226,8 +229,13 @@ static qkv_session *make(sunk_scene *s, int number) {
   config.name = name;
   must(qkv_storage_journal(s->storage, QKV_JOURNAL_SESSION_OPEN, config.id, NULL, 0, NULL, NULL, &error), &error);
   must(qkv_store_open(s->store, &config, s->model->name, &session, &error), &error);
-  append(s, session);
+  for (uint64_t position = 0; position < tokens; position += TOKENS) append(s, session, position);
   while (!qkv_session_settle(session)) (void)usleep(WAIT_US);
+  return session;
+}
+
+static qkv_session *make(sunk_scene *s, int number) {
+  qkv_session *session = make_durable(s, number, TOKENS);
   (void)qkv_session_evict(session, UINT64_MAX, true);
   return session;
 }
@@ -235,6 +243,26 @@ static qkv_session *make(sunk_scene *s, int number) {
 static void on_durable(void *context, qkv_status status) {
   if (status != QKV_OK) abort();
   atomic_store((_Atomic bool *)context, true);
+}
+
+static void make_forks(sunk_scene *s, qkv_session *parent, qkv_session *forks[FORKS]) {
+  uint64_t positions[LAYERS];
+  _Atomic bool journaled = false;
+  qkv_error error = {0};
+  for (uint32_t i = 0; i < LAYERS; i++) positions[i] = PREFIX;
+  for (int i = 0; i < FORKS; i++) {
+    char name[32];
+    qkv_session_config config = *qkv_session_config_of(parent);
+    (void)snprintf(name, sizeof name, "fork-%d", i);
+    config.name = name;
+    config.id = qkv_storage_session_number(s->storage);
+    atomic_store(&journaled, i < FORKS - 1);
+    must(qkv_storage_session_fork(s->storage, config.id, qkv_session_id(parent), positions, LAYERS, NULL, 0,
+                                  i < FORKS - 1 ? NULL : on_durable, &journaled, &error),
+         &error);
+    must(qkv_store_fork(s->store, parent, &config, positions, &forks[i], &error), &error);
+  }
+  while (!atomic_load(&journaled)) (void)usleep(WAIT_US);
 }
 
 // The headers of all records of the open segment are in memory until it is full: two records that do not fit together
@@ -277,35 +305,61 @@ static uint64_t held(const sunk_scene *s) {
   return qkv_heap_read(qkv_arena_heap(qkv_store_arena(s->store))).bytes_used + mallinfo2().uordblks;
 }
 
+static void fold(const sunk_scene *s, qkv_session *const *sessions, int count) {
+  for (int i = 0; i < count; i++) {
+    if (!qkv_store_fold(s->store, sessions[i])) abort();
+  }
+}
+
+// Microseconds, the median. The references are given back.
+static double unfold(qkv_session **sessions, int count) {
+  qkv_samples us = {0};
+  for (int i = 0; i < count; i++) {
+    qkv_error error = {0};
+    const double began = qkv_bench_now();
+    must(qkv_session_unfold(sessions[i], NULL, &error), &error);
+    qkv_samples_add(&us, 1e6 * (qkv_bench_now() - began));
+    qkv_session_unref(&sessions[i]);
+  }
+  const double median = qkv_samples_quantile(&us, 0.5);
+  qkv_samples_free(&us);
+  return median;
+}
+
+static void measure_forks(sunk_scene *s, json_t *result) {
+  static qkv_session *forks[FORKS];
+  qkv_session *parent = make_durable(s, SESSIONS + 1, PREFIX);
+  const uint64_t before = held(s);
+  make_forks(s, parent, forks);
+  const double bytes = (double)(held(s) - before) / FORKS;
+  fold(s, forks, FORKS);
+  const double folded = (double)(held(s) - before) / FORKS;
+  json_object_set_new(result, "idle_fork_bytes", json_real(bytes));
+  json_object_set_new(result, "folded_fork_bytes", json_real(folded));
+  json_object_set_new(result, "fork_unfold_us_p50", json_real(unfold(forks, FORKS)));
+  qkv_session_unref(&parent);
+}
+
 void qkvi_bench_sunk(json_t *result) {
   sunk_scene s = {0};
   qkv_session *sessions[SESSIONS];
-  qkv_samples unfold_us = {0};
   setup(&s);
   qkv_session *first = make(&s, SESSIONS);  // what all share
-  if (!qkv_store_fold(s.store, first)) abort();
+  fold(&s, &first, 1);
   const uint64_t before = held(&s);
   for (int i = 0; i < SESSIONS; i++) sessions[i] = make(&s, i);
   qkv_storage_stats stats;
   qkv_storage_read_stats(s.storage, &stats);
   const double bytes = (double)(held(&s) - before) / SESSIONS;
-  for (int i = 0; i < SESSIONS; i++) {
-    if (!qkv_store_fold(s.store, sessions[i])) abort();
-  }
+  fold(&s, sessions, SESSIONS);
   const double folded = (double)(held(&s) - before) / SESSIONS;
-  for (int i = 0; i < SESSIONS; i++) {
-    qkv_error error = {0};
-    const double began = qkv_bench_now();
-    must(qkv_session_unfold(sessions[i], NULL, &error), &error);
-    qkv_samples_add(&unfold_us, 1e6 * (qkv_bench_now() - began));
-    qkv_session_unref(&sessions[i]);
-  }
+  const double unfold_us = unfold(sessions, SESSIONS);
   qkv_session_unref(&first);
   json_object_set_new(result, "sunk_session_bytes", json_real(bytes));
   json_object_set_new(result, "folded_session_bytes", json_real(folded));
-  json_object_set_new(result, "unfold_us_p50", json_real(qkv_samples_quantile(&unfold_us, 0.5)));
-  qkv_samples_free(&unfold_us);
+  json_object_set_new(result, "unfold_us_p50", json_real(unfold_us));
   json_object_set_new(result, "sunk_session_index_bytes",
                       json_real((double)stats.index_bytes / (double)stats.sessions));
+  measure_forks(&s, result);
   teardown(&s);
 }

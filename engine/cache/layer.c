@@ -192,6 +192,15 @@ void qkvi_layer_replace_ranges(qkv_layer *layer, size_t range, const qkv_layer *
   }
 }
 
+void qkvi_layer_adopt_range(qkv_layer *layer, qkv_page_range *range, size_t pages) {
+  assert(layer->length == layer->sealed && pages > 0);
+  add_slot(layer, qkvi_range_share_of_trunk(range));
+  qkvi_range_pin(range, 0);
+  layer->page_count += pages;
+  layer->saved = layer->settled = layer->page_count;
+  layer->sealed = layer->length = qkvi_range_span(range, (uint32_t)pages - 1).end;
+}
+
 // ---- Averages ----
 
 // The slot's table, which is made where there is none: perhaps by several threads that read the layer.
@@ -487,7 +496,7 @@ static void add_range(const qkv_layer *layer, size_t i, qkv_layer_usage *usage) 
     }
     qkvi_range_unlock(range);
   }
-  if (qkvi_range_is_shared(range)) usage->bytes_shared += usage->bytes_coded - bytes;
+  if (qkvi_range_is_used_elsewhere(range)) usage->bytes_shared += usage->bytes_coded - bytes;
   usage->bytes_overhead += ema_count(&layer->ranges[i]) * qkvi_ema_cost(layer);
 }
 

@@ -211,7 +211,7 @@ typedef struct qkv_layer_usage {
   uint64_t tokens_coded, tokens_exact;
   uint64_t bytes_coded, bytes_exact;  // as the arena counts them
   uint64_t bytes_overhead;            // full pages that are kept, averages of attention; likewise
-  uint64_t bytes_shared;              // of bytes_coded: in ranges that other layers have, too
+  uint64_t bytes_shared;              // of bytes_coded: in ranges that other layers in memory have, too
   uint64_t tokens_cold;               // of tokens_coded: those that are only on the SSD
   uint64_t bytes_stored;              // of pages on the SSD, before they are packed there
   qkv_quality_stats quality;          // zeros without a contract

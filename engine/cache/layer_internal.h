@@ -47,6 +47,9 @@ void qkvi_layer_split_range(qkv_layer *layer, size_t range, size_t pages);
 // The ranges from `range` on, whose pages are cold and not counted, are replaced by those of `other` from the same
 // place on, of which so many pages are seen. The layer is locked for writing.
 void qkvi_layer_replace_ranges(qkv_layer *layer, size_t range, const qkv_layer *other, size_t pages);
+// Behind the pages of a layer that is pinned and has no exact rows: the first pages of a range that a trunk (trunk.h)
+// has, which are durable.
+void qkvi_layer_adopt_range(qkv_layer *layer, qkv_page_range *range, size_t pages);
 // A page at the end, in the last range or in a new one.
 void qkvi_layer_add_page(qkv_layer *layer, const qkv_page_entry *entry);
 qkv_record_state qkvi_layer_record_state(const qkv_layer *layer, const qkv_page_entry *entry);

@@ -140,28 +140,6 @@ void qkv_layer_settle(qkv_layer *layer) {
 
 // ---- Out of memory ----
 
-// An image to be freed once the range is readable again.
-typedef struct leaving_image {
-  const void *image;
-  uint32_t bytes;
-  _Atomic uint32_t *holders;
-} leaving_image;
-
-// Serials change, so that a cut made from the image (layer_retier.h) is recognised as outdated.
-static void evict_page(qkv_page_range *range, qkv_page_entry *entry, leaving_image images[2]) {
-  qkvi_range_count(range, entry, -1);
-  images[0] = (leaving_image){entry->page, entry->bytes, entry->page_holders};
-  images[1] = (leaving_image){entry->full, entry->full_bytes, entry->full_holders};
-  entry->page = entry->full = NULL;
-  entry->page_holders = entry->full_holders = NULL;
-  entry->full_bytes = 0;
-  entry->bytes = entry->record_bytes;
-  entry->lost = entry->record_lost;
-  entry->serial = 0;
-  qkvi_range_count(range, entry, 1);
-  qkvi_range_forget(range);
-}
-
 // A page that can leave, and the attention that its tokens receive, all heads together.
 typedef struct leaving {
   size_t index;
@@ -189,7 +167,7 @@ static int coldest_first(const void *a, const void *b) {
 // A layer keeps it, or another layer has used it since.
 static bool is_needed(qkv_page_range *range, int64_t unused_since_ms) {
   return atomic_load(&range->keepers) > 0 ||
-         (qkvi_range_is_shared(range) && atomic_load(&range->used_ms) > unused_since_ms);
+         (qkvi_range_is_used_elsewhere(range) && atomic_load(&range->used_ms) > unused_since_ms);
 }
 
 // Pages whose records are only written stay: an fdatasync that fails may yet take those away, and then the image is
@@ -214,7 +192,7 @@ static size_t find_leaving(const qkv_layer *layer, int64_t unused_since_ms, leav
 // once it is seized: a thread that becomes one pins it meanwhile, so it waits for the end of this.
 static uint64_t evict_at(const qkv_layer *layer, size_t index, int64_t unused_since_ms, bool *in_use) {
   qkv_page_range *range = layer->ranges[qkv_layer_range_of(layer, index)].range;
-  leaving_image images[2] = {0};
+  qkvi_leaving_image images[2] = {0};
   if (qkvi_range_is_cold(range)) return 0;
   if (!qkvi_range_seize(range)) {
     *in_use = true;
@@ -222,7 +200,7 @@ static uint64_t evict_at(const qkv_layer *layer, size_t index, int64_t unused_si
   }
   qkv_page_entry *entry = qkv_layer_page(layer, index);
   qkvi_range_lock(range);
-  if (entry->page != NULL && !is_needed(range, unused_since_ms)) evict_page(range, entry, images);
+  if (entry->page != NULL && !is_needed(range, unused_since_ms)) qkvi_range_evict(range, entry, images);
   qkvi_range_pack(range);
   qkvi_range_unlock(range);
   qkvi_range_release(range);
@@ -252,14 +230,16 @@ static uint64_t evict_coldest(const qkv_layer *layer, uint64_t bytes, int64_t un
   return freed;
 }
 
-// Pages that this layer does not see, of a range that it has alone: layers that are gone had them.
+// Pages that this layer does not see, of a range that no other layer has: layers that are gone had them.
 static void drop_unseen(const qkv_layer *layer, size_t at) {
   qkv_page_range *range = layer->ranges[at].range;
   size_t first, end;
   qkv_layer_range(layer, at, &first, &end);
-  if (qkvi_range_is_shared(range) || !qkvi_range_seize(range)) return;
+  if (qkvi_range_is_used_elsewhere(range) || !qkvi_range_seize(range)) return;
   qkvi_range_lock(range);
-  if (range->count > end - first) qkvi_range_cut(range, (uint32_t)(end - first), layer->config.arena);
+  // A layer that has got the range from a trunk meanwhile waits to pin it, and may see them.
+  if (!qkvi_range_is_used_elsewhere(range) && range->count > end - first)
+    qkvi_range_leave_memory(range, (uint32_t)(end - first), layer->config.arena);
   qkvi_range_unlock(range);
   qkvi_range_release(range);
 }

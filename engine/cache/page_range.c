@@ -58,6 +58,7 @@ qkv_page_range *qkvi_range_create(qkv_account *account) {
   range->account = account;
   atomic_init(&range->device, NULL);
   atomic_init(&range->layers, 1);
+  atomic_init(&range->trunks, 0);
   atomic_init(&range->pins, 1);
   const int failed = pthread_mutex_init(&range->lock, NULL);
   assert(failed == 0);
@@ -242,16 +243,82 @@ qkv_page_range *qkvi_range_share(qkv_page_range *range) {
   return range;
 }
 
-void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena) {
-  qkv_page_range *left = *range;
-  *range = NULL;
-  if (atomic_fetch_sub_explicit(&left->layers, 1, memory_order_acq_rel) > 1) return;
+uint64_t qkvi_range_join_trunk(qkv_page_range *range, uint32_t pages) {
+  uint64_t stored = 0;
+  qkvi_range_lock(range);
+  assert(pages <= range->count);
+  (void)qkvi_range_share(range);
+  atomic_fetch_add(&range->trunks, 1);
+  if (range->trunk_pages < pages) range->trunk_pages = (uint8_t)pages;
+  const qkv_page_entry *entries = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  for (uint32_t i = 0; i < pages; i++)
+    stored += entries != NULL ? entries[i].record_bytes : range->packed->pages[i].bytes;
+  qkvi_range_unlock(range);
+  return stored;
+}
+
+// No layer that has it alone with trunks leaves meanwhile, as that would take it out of memory.
+qkv_page_range *qkvi_range_share_of_trunk(qkv_page_range *range) {
+  qkvi_range_lock(range);
+  assert(atomic_load(&range->trunks) > 0);
+  (void)qkvi_range_share(range);
+  qkvi_range_unlock(range);
+  return range;
+}
+
+void qkvi_range_leave_memory(qkv_page_range *range, uint32_t count, qkv_arena *arena) {
+  const uint32_t kept = count > range->trunk_pages ? count : range->trunk_pages;
+  if (range->count > kept) qkvi_range_cut(range, kept, arena);
+  qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  for (uint32_t i = count; pages != NULL && i < range->count; i++) {
+    qkvi_leaving_image images[2];
+    if (pages[i].page == NULL) continue;
+    qkvi_range_evict(range, &pages[i], images);
+    for (int k = 0; k < 2; k++) (void)qkvi_image_leave(arena, images[k].image, images[k].bytes, images[k].holders);
+  }
+  qkvi_range_pack(range);
+}
+
+// Whoever is the last layer beside trunks finds that out under the lock, so that no other comes meanwhile.
+static void leave(qkv_page_range *left, uint32_t trunks, qkv_arena *arena) {
+  qkvi_range_lock(left);
+  const uint32_t trunks_left = atomic_fetch_sub(&left->trunks, trunks) - trunks,
+                 layers_left = atomic_fetch_sub_explicit(&left->layers, 1, memory_order_acq_rel) - 1;
+  if (trunks_left == 0) left->trunk_pages = 0;
+  if (layers_left > 0 && layers_left == trunks_left) qkvi_range_leave_memory(left, 0, arena);
+  qkvi_range_unlock(left);
+  if (layers_left > 0) return;
   qkvi_range_forget(left);
   qkvi_range_cut(left, 0, arena);
   (void)pthread_mutex_destroy(&left->lock);
   free(atomic_load(&left->pages));
   free(left->packed);
   free(left);
+}
+
+void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena) {
+  leave(*range, 0, arena);
+  *range = NULL;
+}
+
+void qkvi_range_leave_trunk(qkv_page_range **range, qkv_arena *arena) {
+  leave(*range, 1, arena);
+  *range = NULL;
+}
+
+// What is packed is not in memory.
+qkvi_range_held qkvi_range_read_held(qkv_page_range *range, uint32_t pages) {
+  qkvi_range_held held = {0};
+  qkvi_range_lock(range);
+  const qkv_page_entry *entries = atomic_load_explicit(&range->pages, memory_order_relaxed);
+  for (uint32_t i = 0; i < pages; i++) {
+    held.tokens += entries != NULL ? entries[i].tokens : range->packed->pages[i].tokens;
+    if (entries == NULL || entries[i].page == NULL) continue;
+    held.tokens_held += entries[i].tokens;
+    held.bytes_held += qkv_arena_cost(entries[i].bytes);
+  }
+  qkvi_range_unlock(range);
+  return held;
 }
 
 // ---- Pins ----
@@ -310,6 +377,22 @@ void qkv_device_forget(qkv_device *device, const qkv_page_range *range) {
     each->forget(each, range);
     each = each->next == NULL ? device : each->next;
   } while (each != device);
+}
+
+// Serials change, so that a cut made from the image (layer_retier.h) is recognised as outdated.
+void qkvi_range_evict(qkv_page_range *range, qkv_page_entry *entry, qkvi_leaving_image images[2]) {
+  assert(entry->record != 0);
+  qkvi_range_count(range, entry, -1);
+  images[0] = (qkvi_leaving_image){entry->page, entry->bytes, entry->page_holders};
+  images[1] = (qkvi_leaving_image){entry->full, entry->full_bytes, entry->full_holders};
+  entry->page = entry->full = NULL;
+  entry->page_holders = entry->full_holders = NULL;
+  entry->full_bytes = 0;
+  entry->bytes = entry->record_bytes;
+  entry->lost = entry->record_lost;
+  entry->serial = 0;
+  qkvi_range_count(range, entry, 1);
+  qkvi_range_forget(range);
 }
 
 void qkvi_range_count(qkv_page_range *range, const qkv_page_entry *entry, int sign) {

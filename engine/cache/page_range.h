@@ -15,10 +15,11 @@
 //   a cold page comes back      by one thread for all layers, under `lock`, while others read the range
 //   anything else               copy on write: qkvi_range_copy
 //
-// The first two need a layer locked for reading; so neither waits for readers. A thread that reads a range has it
-// pinned, and a range that two threads have pinned is not seized. A thread that is to keep the range's pages in
-// memory becomes one of its `keepers` while it has it pinned, and an eviction reads their number once it has seized
-// the range: so what the thread finds, or restores, afterwards stays.
+// Trunks (trunk.h) count as layers that only keep the range as it is. The first two need a layer locked for reading;
+// so neither waits for readers. A thread that reads a range has it pinned, and a range that two threads have pinned
+// is not seized. A thread that is to keep the range's pages in memory becomes one of its `keepers` while it has it
+// pinned, and an eviction reads their number once it has seized the range: so what the thread finds, or restores,
+// afterwards stays.
 //
 // A copy shares the images of its pages with the original; each image has a count of the ranges that hold it.
 //
@@ -67,11 +68,14 @@ typedef struct qkv_page_entry {
 
 typedef struct qkv_page_range {
   _Atomic(qkv_device *) device;  // that has been asked for copies of its pages (device.h); NULL: none
-  _Atomic uint32_t layers;       // that have it
+  _Atomic uint32_t layers;       // that have it, trunks (trunk.h) among them
   _Atomic int32_t pins;          // of locked layers; below 0: seized
   _Atomic int64_t used_ms;       // last use by a session, where it is shared
   _Atomic uint32_t keepers;      // layers of pinned sessions: its pages stay in memory, whatever others do
+  _Atomic uint32_t trunks;       // of `layers`; written under `lock`
   _Atomic bool was_shared;       // records may be needed by other sessions: the backing knows by which (backing.h)
+  uint8_t trunk_pages;           // that trunks have of it, the most, under `lock`; 0: there is no trunk
+  _Atomic uint32_t tokens_cold;  // of all pages
   pthread_mutex_t lock;
   qkv_account *account;  // that the records' bytes are counted in; NULL: none
   uint32_t count, capacity;
@@ -81,20 +85,41 @@ typedef struct qkv_page_range {
   struct qkvi_packed_pages *packed;  // NULL: they are not; else under `lock`, as it is unpacked for all
   // Sums over all pages, images as the arena counts them.
   _Atomic uint64_t bytes_coded, bytes_full, bytes_stored;
-  _Atomic uint32_t tokens_cold;
 } qkv_page_range;
 
 // Empty, of one layer, and pinned once. The account outlives it.
 qkv_page_range *qkvi_range_create(qkv_account *account);
 // Pages [first, end) in a range of one layer, pinned once; the images are shared. The caller has pinned `range`.
 qkv_page_range *qkvi_range_copy(qkv_page_range *range, uint32_t first, uint32_t end);
-// One layer more has it.
+// One layer more has it, by who reads a layer that does.
 qkv_page_range *qkvi_range_share(qkv_page_range *range);
-// One layer less; the last one frees what it holds.
+// One layer less; the last one frees what it holds. Where only trunks are left, nothing stays in memory but records
+// of pages that they have.
 void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena);
+
+// A trunk has its first `pages`, which are durable, from here on, by who has it in a layer; returns the bytes of
+// their records. And one trunk less, as above.
+uint64_t qkvi_range_join_trunk(qkv_page_range *range, uint32_t pages);
+void qkvi_range_leave_trunk(qkv_page_range **range, qkv_arena *arena);
+// One layer more, by who refers to a trunk that has the range.
+qkv_page_range *qkvi_range_share_of_trunk(qkv_page_range *range);
+// Pages from the `count`th on, which no layer has, leave memory; those that no trunk has are dropped. Under the lock,
+// seized or where no layer has the range.
+void qkvi_range_leave_memory(qkv_page_range *range, uint32_t count, qkv_arena *arena);
+// Of its first pages, as many as a layer or a trunk has: their tokens, and of these what is in memory.
+typedef struct qkvi_range_held {
+  uint64_t tokens, tokens_held, bytes_held;
+} qkvi_range_held;
+qkvi_range_held qkvi_range_read_held(qkv_page_range *range, uint32_t pages);
 
 static inline bool qkvi_range_is_shared(const qkv_page_range *range) {
   return atomic_load_explicit(&range->layers, memory_order_acquire) > 1;
+}
+
+// Whether another layer than one's own has it: then its pages may stay in memory without this one.
+static inline bool qkvi_range_is_used_elsewhere(const qkv_page_range *range) {
+  return atomic_load_explicit(&range->layers, memory_order_acquire) >
+         atomic_load_explicit(&range->trunks, memory_order_acquire) + 1;
 }
 
 // Waits while it is seized, which takes a microsecond or so. `used_ms` other than 0 is stored.
@@ -153,6 +178,15 @@ static inline bool qkvi_image_is_sole(const _Atomic uint32_t *holders) {
 _Atomic uint32_t *qkvi_image_share(_Atomic uint32_t **holders);
 // One holder less; the last one frees it. Returns the bytes of the arena that this has freed.
 uint64_t qkvi_image_leave(qkv_arena *arena, const void *image, uint32_t bytes, _Atomic uint32_t *holders);
+
+// An image that has left its page.
+typedef struct qkvi_leaving_image {
+  const void *image;  // NULL: none
+  uint32_t bytes;
+  _Atomic uint32_t *holders;
+} qkvi_leaving_image;
+// The page becomes cold. Under the range's lock; the caller leaves both images.
+void qkvi_range_evict(qkv_page_range *range, qkv_page_entry *entry, qkvi_leaving_image images[2]);
 
 // One holder more of an image, for a user without a range: it stays as it is, and counts in the arena and its
 // account, until it is released, by any thread while the store's arena exists. NULL: none.

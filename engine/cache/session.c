@@ -204,13 +204,13 @@ static void publish_sums(const qkv_session *session, const qkv_layer_usage *now,
 
 // The layer is locked, or no other thread has it yet. Of several threads that read it the last one to come here has
 // seen what all of them have done to its pages.
-static void publish(qkv_session *session, locked_layer *layer) {
-  session_working *working = qkvi_working(session);
+void qkvi_session_publish(qkv_session *session, session_working *working, locked_layer *layer) {
   qkvi_session_lock_info(layer);
   const qkv_layer_usage usage = qkv_layer_read_usage(&layer->layer);
   const qkv_layer_usage before = layer->usage;
   add_difference(&working->tokens_cold, usage.tokens_cold, before.tokens_cold);
   add_difference(&working->bytes_coded, usage.bytes_coded, before.bytes_coded);
+  add_difference(&working->bytes_shared, usage.bytes_shared, before.bytes_shared);
   publish_sums(session, &usage, &before);
   add_difference(&working->bytes_exact, usage.bytes_exact, before.bytes_exact);
   add_difference(&working->bytes_kept, kept_bytes(&usage), kept_bytes(&before));
@@ -225,7 +225,11 @@ static void publish(qkv_session *session, locked_layer *layer) {
   const bool settled = !unsettled && atomic_load(&working->unsettled) == 0;
   qkvi_session_unlock_info(layer);
   list_session(session, usage.bytes_coded != before.bytes_coded, usage.bytes_exact != before.bytes_exact, newly,
-               settled && usage.tokens_cold > 0);
+               settled && usage.tokens_cold + usage.bytes_shared > 0);
+}
+
+static void publish(qkv_session *session, locked_layer *layer) {
+  qkvi_session_publish(session, qkvi_working(session), layer);
 }
 
 static const char *text_of(const char *text) {
@@ -401,6 +405,7 @@ static void keep_unfolded(qkv_session *session) {
   for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     if (qkvi_session_stays(session, i)) qkvi_session_keep(session, i);
   }
+  if (atomic_load(&qkvi_working(session)->shares)) qkvi_session_note_shared(session);
   qkv_recency_note(session->kind->config.recency, QKV_RECENCY_SUNK, session);
 }
 
@@ -474,7 +479,7 @@ void qkv_session_unref(qkv_session **session) {
     qkvi_session_free_working(left, working);
   } else {
     qkvi_session_count_folded(left, -1);
-    qkvi_session_drop_kept_codings(atomic_load(&left->state));
+    qkvi_session_drop_kept(atomic_load(&left->state));
   }
   const qkvi_session_kind *kind = left->kind;
   qkv_device *device = kind->config.device;
@@ -662,13 +667,6 @@ void qkvi_session_note_shared(qkv_session *session) {
   list_session(session, true, false, false, false);
 }
 
-// All of it is on the tier, and nothing else takes memory.
-static void read_folded(const qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
-  for (uint32_t i = 0; i < session->kind->model->layers && lengths != NULL; i++) lengths[i] = session->folded_length;
-  info->usage.tokens_coded = info->usage.tokens_cold = qkv_session_tokens_cold(session);
-  info->usage.bytes_stored = qkv_session_bytes_stored(session);
-}
-
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
   const int64_t used_unix_ms = now_ms(CLOCK_REALTIME) - idle_ms(session),
                 created = (int64_t)session->created_high << 32 | session->created_low;
@@ -684,7 +682,8 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
   info->config.pinned = atomic_load_explicit(&session->pinned, memory_order_relaxed);
   info->config.staged = qkv_session_is_staged(session);
   info->config.whole = atomic_load_explicit(&session->whole, memory_order_relaxed);
-  if (!qkvi_session_has_layers(session) && qkv_session_is_folded(session)) return read_folded(session, info, lengths);
+  if (!qkvi_session_has_layers(session) && qkv_session_is_folded(session))
+    return qkvi_session_read_folded(session, info, lengths);
   for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     if (lengths != NULL) lengths[i] = session->kind->config.first_position;
     if (!qkvi_session_has_layers(session)) continue;

@@ -4,6 +4,7 @@
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_state.h"
+#include "engine/cache/trunk.h"
 
 // The reference is the list's.
 static void add(session_working *working, qkv_coding *coding) {
@@ -139,34 +140,40 @@ void qkvi_working_drop_codings(session_working *working) {
 
 // `*one` gets the coding where there is one.
 static qkv_coding *const *kept_in(uintptr_t state, qkv_coding **one, size_t *count) {
-  const uintptr_t address = state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_CODINGS);
+  const uintptr_t address = state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT);
   *count = address != 0;
   *one = (qkv_coding *)address;
-  if ((state & QKVI_FOLD_CODINGS) == 0 || address == 0) return one;
-  const session_codings *all = (const session_codings *)address;
+  if ((state & QKVI_FOLD_KEPT) == 0 || address == 0) return one;
+  const session_kept *all = (const session_kept *)address;
   *count = all->count;
-  return all->of;
+  return all->codings;
 }
 
-static uintptr_t keep(const session_working *working, const bool *used, size_t count) {
-  session_codings *all = malloc(sizeof *all + count * sizeof *all->of);
+static uintptr_t keep(const session_working *working, const bool *used, size_t count, qkvi_trunk *trunk) {
+  session_kept *all = malloc(sizeof *all + count * sizeof *all->codings);
   if (all == NULL) abort();
-  all->count = 0;
+  *all = (session_kept){.trunk = trunk};
   for (size_t i = 0; i < working->coding_count; i++) {
-    if (used[i]) all->of[all->count++] = qkv_coding_ref(working->codings[i]);
+    if (used[i]) all->codings[all->count++] = qkv_coding_ref(working->codings[i]);
   }
-  if (all->count > 1) return (uintptr_t)all | QKVI_FOLD_CODINGS | QKVI_FOLDED;
-  const uintptr_t one = all->count == 1 ? (uintptr_t)all->of[0] : 0;
+  if (all->count > 1 || trunk != NULL) return (uintptr_t)all | QKVI_FOLD_KEPT | QKVI_FOLDED;
+  const uintptr_t one = all->count == 1 ? (uintptr_t)all->codings[0] : 0;
   free(all);
   return one | QKVI_FOLDED;
 }
 
-uintptr_t qkvi_session_keep_codings(const qkv_session *session, const session_working *working) {
+static size_t count_used(const session_working *working, const bool *used) {
+  size_t count = 0;
+  for (size_t i = 0; i < working->coding_count; i++) count += used[i];
+  return count;
+}
+
+uintptr_t qkvi_session_keep_folded(const qkv_session *session, const session_working *working, qkvi_trunk *trunk) {
   bool *used = calloc(working->coding_count + 1, sizeof *used);
   if (used == NULL) abort();
   for (uint32_t i = 0; i < session->kind->model->layers; i++)
     mark_ranges(working, &atomic_load(&working->made)->at[i].layer, used);
-  const uintptr_t state = keep(working, used, working->coding_count);
+  const uintptr_t state = keep(working, used, count_used(working, used), trunk);
   free(used);
   return state;
 }
@@ -178,13 +185,21 @@ void qkvi_session_take_codings(uintptr_t state, session_working *working) {
   for (size_t i = 0; i < count; i++) add(working, qkv_coding_ref(kept[i]));
 }
 
-void qkvi_session_drop_kept_codings(uintptr_t state) {
+qkvi_trunk *qkvi_session_trunk(uintptr_t state) {
+  if ((state & QKVI_FOLDED) == 0 || (state & QKVI_FOLD_KEPT) == 0) return NULL;
+  return ((const session_kept *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT)))->trunk;
+}
+
+// The trunk's ranges are coded by the codings, so they go first.
+void qkvi_session_drop_kept(uintptr_t state) {
+  qkvi_trunk *trunk = qkvi_session_trunk(state);
   qkv_coding *one;
   size_t count;
   qkv_coding *const *kept = kept_in(state, &one, &count);
+  qkvi_trunk_unref(&trunk);
   for (size_t i = 0; i < count; i++) {
     qkv_coding *left = kept[i];
     qkv_coding_unref(&left);
   }
-  if ((state & QKVI_FOLD_CODINGS) != 0) free((void *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_CODINGS)));
+  if ((state & QKVI_FOLD_KEPT) != 0) free((void *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT)));
 }

@@ -49,11 +49,12 @@ uint64_t qkv_session_unfold_cost(const qkv_session *session) {
 bool qkv_session_may_fold(const qkv_session *session) {
   const qkv_session_config *config = &session->kind->config;
   const session_working *working = qkvi_working(session);
+  const uint64_t shared = working == NULL ? 0 : atomic_load(&working->bytes_shared);
   return working != NULL && atomic_load(&working->made) != NULL && config->backing != NULL &&
          config->backing->put_fold != NULL && config->max_attention_error == 0 && !atomic_load(&session->pinned) &&
          !atomic_load(&session->staged) && !qkv_session_is_folded(session) &&
-         atomic_load(&working->bytes_coded) == 0 && atomic_load(&working->bytes_exact) == 0 &&
-         atomic_load(&working->tokens_cold) > 0 && atomic_load(&working->unsettled) == 0;
+         atomic_load(&working->bytes_coded) == shared && atomic_load(&working->bytes_exact) == 0 &&
+         atomic_load(&working->tokens_cold) + shared > 0 && atomic_load(&working->unsettled) == 0;
 }
 
 int64_t qkv_session_sunk_since_ms(const qkv_session *session) {
@@ -70,9 +71,10 @@ void qkv_session_fold_later(qkv_session *session, int64_t now_ms) {
 
 // ---- Folding ----
 
-static bool range_is_folded(const qkv_page_range *range) {
-  return !qkvi_range_is_shared(range) && qkvi_range_is_cold(range) &&
-         atomic_load_explicit(&range->bytes_full, memory_order_relaxed) == 0;
+// What is in memory, is there for another session.
+static bool range_can_fold(const qkv_page_range *range) {
+  return qkvi_range_is_used_elsewhere(range) ||
+         (qkvi_range_is_cold(range) && atomic_load_explicit(&range->bytes_full, memory_order_relaxed) == 0);
 }
 
 static bool layer_can_fold(const qkv_layer *layer, uint64_t length) {
@@ -80,7 +82,7 @@ static bool layer_can_fold(const qkv_layer *layer, uint64_t length) {
       layer->settled != layer->page_count || layer->config.quality != NULL)
     return false;
   for (size_t i = 0; i < layer->range_count; i++) {
-    if (!range_is_folded(layer->ranges[i].range)) return false;
+    if (!range_can_fold(layer->ranges[i].range)) return false;
   }
   for (size_t i = 0; i < layer->page_count; i++) {
     if (qkvi_layer_peek(layer, i).record == 0) return false;
@@ -100,8 +102,14 @@ static uint8_t *put(uint8_t *at, const void *bytes, size_t count) {
   return at + count;
 }
 
-static uint8_t *put_pages(uint8_t *at, const qkv_layer *layer) {
-  for (size_t i = 0; i < layer->page_count; i++) {
+// Of those that are not in the trunk.
+static size_t own_pages(const qkv_layer *layer, const qkvi_trunk *trunk) {
+  const size_t ranges = qkvi_trunk_ranges(trunk, layer->config.layer);
+  return ranges == layer->range_count ? 0 : layer->page_count - layer->ranges[ranges].first;
+}
+
+static uint8_t *put_pages(uint8_t *at, const qkv_layer *layer, size_t count) {
+  for (size_t i = layer->page_count - count; i < layer->page_count; i++) {
     const qkv_page_entry entry = qkvi_layer_peek(layer, i);
     const fold_page page = {.record = entry.record,
                             .bytes = entry.record_bytes,
@@ -114,11 +122,12 @@ static uint8_t *put_pages(uint8_t *at, const qkv_layer *layer) {
 }
 
 // The record, which the caller frees.
-static uint8_t *pack(const qkv_session *session, session_working *working, uint64_t *bytes) {
+static uint8_t *pack(const qkv_session *session, session_working *working, const qkvi_trunk *trunk, uint64_t *bytes) {
   const uint32_t count = session->kind->model->layers;
   const session_layers *layers = atomic_load(&working->made);
-  *bytes = sizeof(fold_header) + count * sizeof(fold_layer) + qkv_session_tokens_packed_bytes(&working->tokens);
-  for (uint32_t i = 0; i < count; i++) *bytes += layers->at[i].layer.page_count * sizeof(fold_page);
+  const uint64_t token_pages = qkvi_trunk_token_pages(trunk);
+  *bytes = sizeof(fold_header) + count * sizeof(fold_layer) + session->folded_pages * sizeof(fold_page) +
+           qkv_session_tokens_packed_bytes(&working->tokens, token_pages);
   uint8_t *record = malloc(*bytes), *at = record;
   if (record == NULL) abort();
   const fold_header header = {.magic = FOLD_MAGIC,
@@ -131,25 +140,27 @@ static uint8_t *pack(const qkv_session *session, session_working *working, uint6
   for (uint32_t i = 0; i < count; i++) {
     const qkv_layer *layer = &layers->at[i].layer;
     const fold_layer folded = {
-        .forked_to = layer->forked_to, .watch = layer->watch, .pages = (uint32_t)layer->page_count};
+        .forked_to = layer->forked_to, .watch = layer->watch, .pages = (uint32_t)own_pages(layer, trunk)};
     at = put(at, &folded, sizeof folded);
   }
-  for (uint32_t i = 0; i < count; i++) at = put_pages(at, &layers->at[i].layer);
-  at = qkv_session_tokens_pack(&working->tokens, at);
+  for (uint32_t i = 0; i < count; i++)
+    at = put_pages(at, &layers->at[i].layer, own_pages(&layers->at[i].layer, trunk));
+  at = qkv_session_tokens_pack(&working->tokens, token_pages, at);
   assert(at == record + *bytes);
   return record;
 }
 
-static uint64_t count_pages(const qkv_session *session, const session_layers *layers) {
+static uint64_t count_pages(const qkv_session *session, const session_layers *layers, const qkvi_trunk *trunk) {
   uint64_t pages = 0;
-  for (uint32_t i = 0; i < session->kind->model->layers; i++) pages += layers->at[i].layer.page_count;
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) pages += own_pages(&layers->at[i].layer, trunk);
   return pages;
 }
 
 void qkvi_session_count_folded(const qkv_session *session, int sign) {
   const uint64_t by = sign > 0 ? 1 : UINT64_MAX;
   qkv_account *account = qkv_account_of(session->kind->arena);
-  (sign > 0 ? qkv_account_add_ssd : qkv_account_drop_ssd)(account, qkvi_session_stored(session));
+  const uint64_t shared = qkvi_trunk_stored(qkvi_session_trunk(atomic_load(&session->state)));
+  (sign > 0 ? qkv_account_add_ssd : qkv_account_drop_ssd)(account, qkvi_session_stored(session) - shared);
   if (session->kind->config.recency != NULL)
     qkv_recency_add_sums(session->kind->config.recency,
                          &(qkv_recency_sums){.folded = by, .folded_pages = by * session->folded_pages});
@@ -191,27 +202,32 @@ bool qkvi_session_fold_begin(qkv_session *session, uint32_t references, session_
   return true;
 }
 
-static bool write_record(qkv_session *session, session_working *working) {
+static bool write_record(qkv_session *session, session_working *working, const qkvi_trunk *trunk) {
   const qkv_backing *backing = session->kind->config.backing;
   const session_layers *layers = atomic_load(&working->made);
   uint64_t bytes;
   if (session->detached || !can_fold(session, layers, session->folded_length)) return false;
-  const uint64_t pages = count_pages(session, layers);
+  const uint64_t pages = count_pages(session, layers, trunk);
   if (pages > UINT32_MAX) return false;
   session->folded_pages = (uint32_t)pages;
-  uint8_t *packed = pack(session, working, &bytes);
+  uint8_t *packed = pack(session, working, trunk, &bytes);
   const uint64_t record = backing->put_fold(backing->context, session->id, packed, bytes, &session->fold_wanted);
   free(packed);
   return record != 0;
 }
 
+// What is shared stays so until the trunk has it, though other sessions may leave meanwhile.
 bool qkvi_session_fold_end(qkv_session *session, session_working *working) {
-  const bool written = write_record(session, working);
+  const qkvi_session_kind *kind = session->kind;
+  qkvi_trunk *trunk = qkvi_trunk_plan(atomic_load(&working->made), kind->model->layers, &working->tokens);
+  const bool written = write_record(session, working, trunk);
   if (written) {
+    trunk = qkvi_trunk_keep(trunk, kind->arena);
+    atomic_store(&session->state, qkvi_session_keep_folded(session, working, trunk));
     qkvi_session_count_folded(session, 1);
-    atomic_store(&session->state, qkvi_session_keep_codings(session, working));
     qkvi_session_free_working(session, working);
   } else {
+    qkvi_trunk_discard(trunk);
     qkvi_session_set_working(session, working);
   }
   qkvi_session_unlock_making(session);
@@ -224,6 +240,7 @@ bool qkvi_session_fold_end(qkv_session *session, session_working *working) {
 typedef struct folded {
   const qkv_session *session;
   session_working *working;  // that is being made
+  const qkvi_trunk *trunk;
   const uint8_t *bytes;
   uint64_t count;
   fold_header header;
@@ -251,14 +268,15 @@ static const qkv_coding *coding_of(const session_working *working, uint32_t vers
   return NULL;
 }
 
-// Whether the pages of each layer are possible and reach its length. `*pages` gets how many there are.
+// Whether the pages of each layer, behind those of the trunk, are possible and reach its length. `*pages` gets how
+// many there are.
 static bool pages_are_right(const folded *all, uint64_t *pages) {
   const uint64_t fixed = sizeof(fold_header) + all->header.layers * sizeof(fold_layer);
   *pages = 0;
   for (uint32_t i = 0; i < all->header.layers; i++) *pages += layer_of(all, i).pages;
   if (*pages > (all->count - fixed) / sizeof(fold_page)) return false;
   for (uint32_t i = 0, layer_first = 0; i < all->header.layers; i++) {
-    uint64_t end = all->session->kind->config.first_position;
+    uint64_t end = qkvi_trunk_end(all->trunk, i, all->session->kind->config.first_position);
     const uint32_t count = layer_of(all, i).pages;
     for (uint32_t at = layer_first; at < layer_first + count; at++) {
       const fold_page page = page_of(all, at);
@@ -273,6 +291,10 @@ static bool pages_are_right(const folded *all, uint64_t *pages) {
   return true;
 }
 
+static uint64_t shared_tokens(const folded *all) {
+  return qkvi_trunk_token_pages(all->trunk) * QKV_PREFIX_PAGE;
+}
+
 // `*tokens` gets where the token ids begin.
 static bool is_right(folded *all, uint64_t *tokens) {
   uint64_t pages;
@@ -283,11 +305,15 @@ static bool is_right(folded *all, uint64_t *tokens) {
       all->header.layers * sizeof(fold_layer) > all->count - sizeof all->header || !pages_are_right(all, &pages))
     return false;
   *tokens = sizeof all->header + all->header.layers * sizeof(fold_layer) + pages * sizeof(fold_page);
-  return qkv_session_tokens_are_packed(all->bytes + *tokens, all->count - *tokens, all->header.tokens);
+  return all->header.tokens >= shared_tokens(all) &&
+         qkv_session_tokens_are_packed(all->bytes + *tokens, all->count - *tokens,
+                                       all->header.tokens - shared_tokens(all));
 }
 
 static void unfold_layer(const folded *all, uint32_t index, uint64_t first, qkv_layer *layer) {
   const fold_layer from = layer_of(all, index);
+  qkvi_trunk_give_pages(all->trunk, layer);
+  const size_t given = layer->range_count;
   for (uint64_t i = first; i < first + from.pages; i++) {
     const fold_page page = page_of(all, i);
     qkv_layer_adopt(layer, qkv_coding_layer(coding_of(all->working, page.calibration), index), page.tokens,
@@ -298,7 +324,7 @@ static void unfold_layer(const folded *all, uint32_t index, uint64_t first, qkv_
   }
   layer->forked_to = from.forked_to;
   layer->watch = from.watch;
-  qkv_layer_adopted(layer);
+  for (size_t i = given; i < layer->range_count; i++) qkvi_range_pack(layer->ranges[i].range);
 }
 
 static void unfold_layers(qkv_session *session, const folded *all, uint64_t tokens) {
@@ -306,10 +332,13 @@ static void unfold_layers(qkv_session *session, const folded *all, uint64_t toke
   uint64_t first = 0;
   for (uint32_t i = 0; i < session->kind->model->layers; i++) {
     unfold_layer(all, i, first, &layers->at[i].layer);
+    qkvi_session_publish(session, all->working, &layers->at[i]);
     first += layer_of(all, i).pages;
     qkvi_session_end_new_layer(&layers->at[i]);
   }
-  qkv_session_tokens_unpack(&all->working->tokens, all->bytes + tokens, all->header.tokens);
+  qkvi_trunk_give_tokens(all->trunk, &all->working->tokens);
+  qkv_session_tokens_unpack(&all->working->tokens, all->bytes + tokens, all->header.tokens - shared_tokens(all));
+  atomic_store(&all->working->shares, all->trunk != NULL);
   atomic_store(&all->working->made, layers);
 }
 
@@ -326,24 +355,6 @@ static uint8_t *read_record(const qkv_session *session, uint64_t *record, uint64
   return NULL;
 }
 
-// The sums are what they were.
-static void publish_all(const qkv_session *session, session_working *working) {
-  session_layers *layers = atomic_load(&working->made);
-  uint64_t cold = 0, stored = 0, kept = 0;
-  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
-    locked_layer *layer = &layers->at[i];
-    layer->usage = qkv_layer_read_usage(&layer->layer);
-    layer->length = layer->layer.length;
-    layer->durable = qkv_layer_durable(&layer->layer);
-    cold += layer->usage.tokens_cold;
-    stored += layer->usage.bytes_stored;
-    kept += layer->usage.bytes_overhead;
-  }
-  atomic_store(&working->tokens_cold, cold);
-  atomic_store(&working->bytes_stored, stored);
-  atomic_store(&working->bytes_kept, kept);
-}
-
 // The pages of the record become those of all->working, which has no codings yet.
 static qkv_status unfold_record(qkv_session *session, folded *all, qkv_error *error) {
   uint64_t tokens = 0;
@@ -351,7 +362,6 @@ static qkv_status unfold_record(qkv_session *session, folded *all, qkv_error *er
   if (!is_right(all, &tokens))
     return qkv_fail(error, QKV_DATA_LOSS, "session %s: its folded layers are damaged", session->name);
   unfold_layers(session, all, tokens);
-  publish_all(session, all->working);
   return QKV_OK;
 }
 
@@ -366,13 +376,18 @@ qkv_status qkvi_session_unfold_locked(qkv_session *session, uint64_t *headroom, 
   qkv_status status = qkv_arena_reserve_in(arena, headroom, cost, error);
   if (status == QKV_OK) {
     const uintptr_t kept = atomic_load(&session->state);
-    folded all = {.session = session, .working = qkvi_session_new_working(session), .bytes = bytes, .count = count};
+    folded all = {.session = session,
+                  .working = qkvi_session_new_working(session),
+                  .trunk = qkvi_session_trunk(kept),
+                  .bytes = bytes,
+                  .count = count};
     status = unfold_record(session, &all, error);
     if (status == QKV_OK) {
-      spent += qkvi_session_layers_cost(session) + qkv_session_tokens_held_cost(&all.working->tokens);
+      spent += qkvi_session_layers_cost(session) +
+               qkv_session_tokens_held_cost(&all.working->tokens, qkvi_trunk_token_pages(all.trunk));
       qkvi_session_count_folded(session, -1);
       qkvi_session_set_working(session, all.working);
-      qkvi_session_drop_kept_codings(kept);
+      qkvi_session_drop_kept(kept);
     } else {
       qkvi_session_free_working(session, all.working);
     }

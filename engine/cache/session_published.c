@@ -24,11 +24,36 @@ uint64_t qkv_session_bytes_stored(const qkv_session *session) {
                          : atomic_load_explicit(&working->bytes_stored, memory_order_relaxed);
 }
 
+qkvi_trunk_held qkvi_session_read_held(const qkv_session *session, uint32_t layer) {
+  const uint64_t first = session->kind->config.first_position;
+  const qkvi_trunk *trunk = qkvi_session_hold_trunk(session);
+  if (trunk == NULL) return (qkvi_trunk_held){.end = first};
+  const qkvi_trunk_held held = qkvi_trunk_read_held(trunk, layer, session->kind->model->layers, first);
+  qkvi_session_release_trunk(session);
+  return held;
+}
+
 uint64_t qkv_session_tokens_cold(const qkv_session *session) {
   const session_working *working = qkvi_working(session);
-  if (working == NULL)  // all of them
-    return (session->folded_length - session->kind->config.first_position) * session->kind->model->layers;
+  if (working == NULL)
+    return (session->folded_length - session->kind->config.first_position) * session->kind->model->layers -
+           qkvi_session_read_held(session, QKVI_TRUNK_LAYERS).tokens;
   return atomic_load_explicit(&working->tokens_cold, memory_order_relaxed);
+}
+
+// All of it is on the tier, and some of it in memory, for other sessions.
+void qkvi_session_read_folded(const qkv_session *session, qkv_session_info *info, uint64_t *lengths) {
+  const uint32_t layers = session->kind->model->layers;
+  const qkvi_trunk_held held = qkvi_session_read_held(session, QKVI_TRUNK_LAYERS);
+  for (uint32_t i = 0; i < layers && lengths != NULL; i++) lengths[i] = session->folded_length;
+  info->usage.tokens_coded = (session->folded_length - session->kind->config.first_position) * layers;
+  info->usage.tokens_cold = info->usage.tokens_coded - held.tokens;
+  info->usage.bytes_coded = info->usage.bytes_shared = held.bytes;
+  info->usage.bytes_stored = qkv_session_bytes_stored(session);
+}
+
+uint64_t qkv_session_folded_held(const qkv_session *session) {
+  return qkvi_session_read_held(session, QKVI_TRUNK_LAYERS).end;
 }
 
 // While its layers are made again both hold, and the lengths are the same.
@@ -40,7 +65,8 @@ uint64_t qkv_session_cold(qkv_session *session, uint32_t layer, uint64_t *bytes)
   *bytes = 0;
   if (is_folded(session)) {  // layers differ little
     *bytes = qkv_session_bytes_stored(session) / session->kind->model->layers;
-    return session->folded_length - session->kind->config.first_position;
+    return session->folded_length - session->kind->config.first_position -
+           qkvi_session_read_held(session, layer).tokens;
   }
   if (!qkvi_session_has_layers(session)) return 0;
   qkvi_session_lock_info(layer_at(session, layer));

@@ -90,7 +90,7 @@ static bool still_holds(qkv_session *holder, uint64_t page, const qkv_prefix_has
 static qkvi_page_offers *gather(qkv_session *holder, uint32_t layer, uint64_t first, uint64_t end,
                                 const qkv_prefix_hash *last) {
   const qkv_layer *held;
-  if (qkv_session_is_folded(holder)) return NULL;  // nothing of it is in memory
+  if (qkv_session_is_folded(holder)) return NULL;  // what it shares is in memory at most, for others
   if (qkv_session_try_read(holder, layer, &held, NULL) != QKV_OK) return NULL;
   qkvi_page_offers *offers = NULL;
   if (still_holds(holder, end - 1, last)) {

@@ -10,6 +10,7 @@
 
 #include "engine/cache/session.h"
 #include "engine/cache/session_kind.h"
+#include "engine/cache/trunk.h"
 
 // `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
 // them: a thread that asks for a session's info never waits for one that runs.
@@ -48,13 +49,14 @@ typedef struct session_working {
   pthread_mutex_t codings_lock;  // of the list
   qkv_coding **codings;          // all that pages are written with, and those of pages to come
   size_t coding_count;
-  pthread_rwlock_t codings_use;  // read by who has a coder without having its layer; written to drop some. Never
-                                 // waited for to be written, nor is a layer by who writes it
-  _Atomic uint64_t next_layer;   // that a step of re-tiering begins with
-  _Atomic uint32_t last_layer;   // that was appended to or read
-  _Atomic uint32_t turns;        // times that the first layer came after the last one
-  _Atomic uint64_t tokens_cold;  // of all layers
-  _Atomic uint64_t bytes_coded;  // in memory, of all layers, as they were last published
+  pthread_rwlock_t codings_use;   // read by who has a coder without having its layer; written to drop some. Never
+                                  // waited for to be written, nor is a layer by who writes it
+  _Atomic uint64_t next_layer;    // that a step of re-tiering begins with
+  _Atomic uint32_t last_layer;    // that was appended to or read
+  _Atomic uint32_t turns;         // times that the first layer came after the last one
+  _Atomic uint64_t tokens_cold;   // of all layers
+  _Atomic uint64_t bytes_coded;   // in memory, of all layers, as they were last published
+  _Atomic uint64_t bytes_shared;  // of these, with other sessions in memory
   _Atomic uint64_t bytes_exact;
   _Atomic uint64_t bytes_kept;    // both, with averages and full pages, without what others share
   _Atomic uint64_t bytes_stored;  // on the SSD
@@ -70,11 +72,12 @@ typedef struct session_working {
   _Atomic uint16_t pins[];  // [model->layers]
 } session_working;
 
-// How the pages of a folded session are coded, by more than one coding: a reference each.
-typedef struct session_codings {
-  size_t count;
-  qkv_coding *of[];
-} session_codings;
+// What a folded session keeps where that is more than one coding: a reference to each.
+typedef struct session_kept {
+  qkvi_trunk *trunk;  // what it shares with others; NULL: nothing
+  size_t count;       // of codings that its pages are coded by
+  qkv_coding *codings[];
+} session_kept;
 
 // All that a folded session takes of memory, but for its places in tables and, behind its name, its root: fields are
 // ordered by size. What is `folded_...` is of a session that is folded, and written while no other thread has the
@@ -82,7 +85,7 @@ typedef struct session_codings {
 // not folded.
 struct qkv_session {
   // Its working state; or, with the lowest bit set, it is folded: QKVI_FOLDING, the record is being written; else its
-  // pages' coding, or, with QKVI_FOLD_CODINGS, session_codings.
+  // pages' coding, or, with QKVI_FOLD_KEPT, session_kept.
   _Atomic uintptr_t state;
   const qkvi_session_kind *kind;
   uint64_t id;
@@ -90,7 +93,7 @@ struct qkv_session {
   _Atomic uint64_t ttl_ms;
   _Atomic uint64_t whole;
   uint32_t folded_length;           // the next position of every layer
-  uint32_t folded_pages;            // of all layers
+  uint32_t folded_pages;            // of all layers, without those of its trunk
   uint32_t folded_stored;           // bytes of all pages on the tier, the lower bits
   qkv_prefix_holder folded_holder;  // its place in the index of prefixes
   _Atomic uint32_t references;
@@ -110,7 +113,7 @@ struct qkv_session {
   bool joined;               // the store has it; with the lock of recency.c
   char name[];
 };
-enum { QKVI_FOLDED = 1, QKVI_FOLDING = 1, QKVI_FOLD_CODINGS = 2 };
+enum { QKVI_FOLDED = 1, QKVI_FOLDING = 1, QKVI_FOLD_KEPT = 2 };
 
 static inline size_t qkvi_session_bytes(size_t name, bool salted) {
   const size_t bytes = offsetof(qkv_session, name) + name + 1, aligned = (bytes + 7) / 8 * 8;
@@ -169,8 +172,16 @@ void qkvi_session_free_working(qkv_session *session, session_working *working);
 uint64_t qkvi_session_working_cost(const qkvi_session_kind *kind);
 // Makes it the session's, whose place in the index of prefixes it takes over.
 void qkvi_session_set_working(qkv_session *session, session_working *working);
-// Counts what a folded session takes, by 1 or -1: its bytes on the tier in its account, its pages for all sessions.
+// Counts what a folded session takes, by 1 or -1: its bytes on the tier in its account, its pages for all sessions; a
+// trunk's ranges count theirs.
 void qkvi_session_count_folded(const qkv_session *session, int sign);
+// What a folded session's trunk has in memory, of a layer or of QKVI_TRUNK_LAYERS.
+qkvi_trunk_held qkvi_session_read_held(const qkv_session *session, uint32_t layer);
+// Of a folded session: usage, and lengths where that is not NULL.
+void qkvi_session_read_folded(const qkv_session *session, qkv_session_info *info, uint64_t *lengths);
+// Publishes what a layer has become, which is locked, or which no other thread has yet. The working state is the
+// session's, or is to be.
+void qkvi_session_publish(qkv_session *session, session_working *working, locked_layer *layer);
 // Makes the working state of a folded session, with its lock of making.
 qkv_status qkvi_session_unfold_locked(qkv_session *session, uint64_t *headroom, qkv_error *error);
 
@@ -199,10 +210,15 @@ bool qkvi_session_coder_is_old(const qkv_session *session, uint32_t layer);
 void qkvi_session_renew_coder(qkv_session *session, uint32_t layer);
 void qkvi_session_drop_unused(qkv_session *session);
 void qkvi_working_drop_codings(session_working *working);
-// Of a session that is folded: those that its pages are coded by are kept, in the `state` that is returned; they are
-// the working state's, too; and are given up.
-uintptr_t qkvi_session_keep_codings(const qkv_session *session, const session_working *working);
+// Of a session that is folded: the codings of its pages and its trunk, whose reference passes over, are kept, in the
+// `state` that is returned; the codings are the working state's, too; and all are given up.
+uintptr_t qkvi_session_keep_folded(const qkv_session *session, const session_working *working, qkvi_trunk *trunk);
 void qkvi_session_take_codings(uintptr_t state, session_working *working);
-void qkvi_session_drop_kept_codings(uintptr_t state);
+void qkvi_session_drop_kept(uintptr_t state);
+// The trunk in it; NULL: none. Where other threads have the session: between the two calls it stays as it is, with a
+// lock that is held only where the trunk is not NULL.
+qkvi_trunk *qkvi_session_trunk(uintptr_t state);
+const qkvi_trunk *qkvi_session_hold_trunk(const qkv_session *session);
+void qkvi_session_release_trunk(const qkv_session *session);
 
 #endif

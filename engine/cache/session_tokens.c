@@ -23,13 +23,13 @@ static size_t chunk_bytes(bool has_ids) {
   return sizeof(qkvi_token_chunk) + (has_ids ? PAGE * sizeof(uint32_t) : 0);
 }
 
-static qkvi_token_chunk *ref_chunk(qkvi_token_chunk *chunk) {
+qkvi_token_chunk *qkvi_token_chunk_ref(qkvi_token_chunk *chunk) {
   if (chunk != NULL) (void)atomic_fetch_add_explicit(&chunk->references, 1, memory_order_relaxed);
   return chunk;
 }
 
 // Frees chunks that nothing else refers to, from the last one on.
-static void unref_chunk(qkv_arena *arena, qkvi_token_chunk *chunk) {
+void qkvi_token_chunk_unref(qkv_arena *arena, qkvi_token_chunk *chunk) {
   while (chunk != NULL) {
     // What others did with it happens before it is freed.
     const uint64_t references = atomic_fetch_sub_explicit(&chunk->references, 1, memory_order_acq_rel);
@@ -67,7 +67,7 @@ void qkv_session_tokens_give_open(qkv_session_tokens *tokens, uint32_t *open) {
 
 void qkv_session_tokens_deinit(qkv_session_tokens *tokens) {
   qkv_session_tokens_close(tokens);
-  unref_chunk(tokens->config.arena, tokens->last);
+  qkvi_token_chunk_unref(tokens->config.arena, tokens->last);
   (void)pthread_mutex_destroy(&tokens->lock);
 }
 
@@ -201,8 +201,8 @@ void qkv_session_tokens_keep(qkv_session_tokens *tokens, uint64_t cuts, uint64_t
 static void drop_pages(qkv_session_tokens *tokens, uint64_t pages) {
   qkvi_token_chunk *left = tokens->last;
   for (uint64_t i = full_pages(tokens); i > pages; i--) left = left->before;
-  (void)ref_chunk(left);
-  unref_chunk(tokens->config.arena, tokens->last);
+  (void)qkvi_token_chunk_ref(left);
+  qkvi_token_chunk_unref(tokens->config.arena, tokens->last);
   tokens->last = left;
   tokens->length = pages * PAGE;
 }
@@ -265,7 +265,7 @@ void qkv_session_tokens_fork(qkv_session_tokens *of, uint64_t position, qkv_sess
   assert(qkv_prefix_hash_equal(&of->config.root, &fork->config.root) && fork->length == 0);
   lock(of);
   lock(fork);  // no other thread can have it locked: no other order is taken
-  fork->last = ref_chunk(of->last);
+  fork->last = qkvi_token_chunk_ref(of->last);
   fork->length = of->length;
   if (of->open != NULL && fork->open != NULL) memcpy(fork->open, of->open, PAGE * sizeof *fork->open);
   fork->holder = qkv_prefix_index_fork(of->config.index, of->holder, position / PAGE, fork->config.owner);
@@ -306,19 +306,39 @@ static size_t packed_chunk_bytes(bool has_ids) {
   return sizeof(packed_chunk) + (has_ids ? CHUNK_IDS_BYTES : 0);
 }
 
-uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens) {
+// A page that others have is kept with those before it.
+qkvi_token_chunk *qkv_session_tokens_shared(qkv_session_tokens *tokens, uint64_t *pages) {
+  lock(tokens);
+  qkvi_token_chunk *chunk = tokens->last;
+  *pages = full_pages(tokens);
+  for (; chunk != NULL && atomic_load(&chunk->references) == 1; chunk = chunk->before) --*pages;
+  unlock(tokens);
+  return chunk;
+}
+
+void qkv_session_tokens_adopt(qkv_session_tokens *tokens, qkvi_token_chunk *chunk, uint64_t pages) {
+  lock(tokens);
+  assert(tokens->last == NULL && tokens->length == 0);
+  tokens->last = qkvi_token_chunk_ref(chunk);
+  tokens->length = pages * PAGE;
+  unlock(tokens);
+}
+
+uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens, uint64_t first) {
   lock(tokens);
   uint64_t bytes = tokens->length % PAGE * sizeof(uint32_t);
-  for (const qkvi_token_chunk *chunk = tokens->last; chunk != NULL; chunk = chunk->before)
+  const qkvi_token_chunk *chunk = tokens->last;
+  for (uint64_t page = full_pages(tokens); page > first; page--, chunk = chunk->before)
     bytes += packed_chunk_bytes(chunk->has_ids);
   unlock(tokens);
   return bytes;
 }
 
-uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens) {
+uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens, uint64_t first) {
   lock(tokens);
   uint64_t bytes = 0;
-  for (const qkvi_token_chunk *chunk = tokens->last; chunk != NULL; chunk = chunk->before)
+  const qkvi_token_chunk *chunk = tokens->last;
+  for (uint64_t page = full_pages(tokens); page > first; page--, chunk = chunk->before)
     bytes += qkv_arena_cost(chunk_bytes(chunk->has_ids));
   unlock(tokens);
   return bytes;
@@ -329,14 +349,15 @@ uint64_t qkv_session_tokens_cost_most(uint64_t length) {
 }
 
 // Chunks are linked from the last one on: they are written from the end.
-uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out) {
-  uint64_t pages = qkv_session_tokens_packed_bytes(tokens);
+uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint64_t first, uint8_t *out) {
+  const uint64_t bytes = qkv_session_tokens_packed_bytes(tokens, first);
   lock(tokens);
   const size_t open_bytes = tokens->length % PAGE * sizeof(uint32_t);
-  uint8_t *end = out + pages;
+  uint8_t *end = out + bytes;
   if (open_bytes > 0) memcpy(end - open_bytes, tokens->open, open_bytes);
   uint8_t *at = end - open_bytes;
-  for (const qkvi_token_chunk *chunk = tokens->last; chunk != NULL; chunk = chunk->before) {
+  const qkvi_token_chunk *chunk = tokens->last;
+  for (uint64_t page = full_pages(tokens); page > first; page--, chunk = chunk->before) {
     const packed_chunk packed = {.hash = chunk->hash, .has_ids = chunk->has_ids};
     at -= packed_chunk_bytes(chunk->has_ids);
     memcpy(at, &packed, sizeof packed);
@@ -377,7 +398,7 @@ bool qkv_session_tokens_are_packed(const uint8_t *bytes, uint64_t count, uint64_
 void qkv_session_tokens_unpack(qkv_session_tokens *tokens, const uint8_t *bytes, uint64_t length) {
   packed_chunk packed;
   lock(tokens);
-  assert(tokens->last == NULL && tokens->length == 0 && tokens->open != NULL);
+  assert(tokens->length % PAGE == 0 && tokens->open != NULL);
   for (uint64_t page = 0; page < length / PAGE; page++) {
     memcpy(&packed, bytes, sizeof packed);
     qkvi_token_chunk *chunk = qkv_arena_alloc(tokens->config.arena, chunk_bytes(packed.has_ids));
@@ -386,7 +407,7 @@ void qkv_session_tokens_unpack(qkv_session_tokens *tokens, const uint8_t *bytes,
     bytes += packed_chunk_bytes(packed.has_ids);
   }
   memcpy(tokens->open, bytes, length % PAGE * sizeof(uint32_t));
-  tokens->length = length;
+  tokens->length += length;
   unlock(tokens);
 }
 

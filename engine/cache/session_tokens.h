@@ -88,19 +88,27 @@ qkv_status qkv_session_tokens_recover(qkv_session_tokens *tokens, const qkv_pref
 
 // ---- Folding (session_fold.h has the layout) ----
 
-// Bytes that `pack` writes; bytes of the arena that chunks take, and those of so many positions with ids.
-uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens);
-uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens);
+// The last full page that others have, too, borrowed; `*pages` gets its number and 1. NULL, 0: there is none. Pages
+// up to it can be kept by a reference, and become those of an object that has none.
+qkvi_token_chunk *qkv_session_tokens_shared(qkv_session_tokens *tokens, uint64_t *pages);
+qkvi_token_chunk *qkvi_token_chunk_ref(qkvi_token_chunk *chunk);         // NULL: nothing
+void qkvi_token_chunk_unref(qkv_arena *arena, qkvi_token_chunk *chunk);  // likewise
+void qkv_session_tokens_adopt(qkv_session_tokens *tokens, qkvi_token_chunk *chunk, uint64_t pages);
+// Of the pages from number `first` on: bytes that `pack` writes; bytes of the arena that chunks take. The latter of
+// so many positions with ids.
+uint64_t qkv_session_tokens_packed_bytes(qkv_session_tokens *tokens, uint64_t first);
+uint64_t qkv_session_tokens_held_cost(qkv_session_tokens *tokens, uint64_t first);
 uint64_t qkv_session_tokens_cost_most(uint64_t length);
-// Writes pages and ids; returns the end.
-uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint8_t *out);
+// Writes these pages and the ids behind them; returns the end.
+uint8_t *qkv_session_tokens_pack(qkv_session_tokens *tokens, uint64_t first, uint8_t *out);
 // A place in the index for an object that has none; closed: it gets none any more.
 void qkv_session_tokens_attach(qkv_session_tokens *tokens, qkv_prefix_holder holder, bool closed);
 // The hashes of the first `max` pages that are indexed. Returns how many.
 size_t qkv_session_tokens_indexed(qkv_session_tokens *tokens, qkv_prefix_hash *hashes, size_t max);
 // Whether these bytes are those of so many positions.
 bool qkv_session_tokens_are_packed(const uint8_t *bytes, uint64_t count, uint64_t length);
-// Takes them back into an object that has none, and has an open page's memory. What they cost has been reserved.
+// Takes them back behind the full pages of an object that has no other ids, and has an open page's memory. What they
+// cost has been reserved.
 void qkv_session_tokens_unpack(qkv_session_tokens *tokens, const uint8_t *bytes, uint64_t length);
 
 // ---- Looking ----

@@ -19,6 +19,7 @@ session_working *qkvi_session_new_working(qkv_session *session) {
   atomic_init(&working->turns, 0);
   atomic_init(&working->tokens_cold, 0);
   atomic_init(&working->bytes_coded, 0);
+  atomic_init(&working->bytes_shared, 0);
   atomic_init(&working->bytes_exact, 0);
   atomic_init(&working->bytes_kept, 0);
   atomic_init(&working->bytes_stored, 0);
@@ -97,6 +98,20 @@ void qkvi_session_set_working(qkv_session *session, session_working *working) {
   session->folded_holder = 0;
   atomic_store_explicit(&session->state, (uintptr_t)working, memory_order_release);
   (void)pthread_mutex_unlock(state);
+}
+
+// While there is a trunk the session is folded: qkvi_session_set_working waits.
+const qkvi_trunk *qkvi_session_hold_trunk(const qkv_session *session) {
+  if ((atomic_load(&session->state) & (QKVI_FOLDED | QKVI_FOLD_KEPT)) != (QKVI_FOLDED | QKVI_FOLD_KEPT)) return NULL;
+  pthread_mutex_t *state = &states[qkv_session_number(session) % STRIPES];
+  (void)pthread_mutex_lock(state);
+  const qkvi_trunk *trunk = qkvi_session_trunk(atomic_load(&session->state));
+  if (trunk == NULL) (void)pthread_mutex_unlock(state);
+  return trunk;
+}
+
+void qkvi_session_release_trunk(const qkv_session *session) {
+  (void)pthread_mutex_unlock(&states[qkv_session_number(session) % STRIPES]);
 }
 
 // It gets no place in the index any more.

@@ -114,11 +114,13 @@ static void look_at_cold(qkvi_held_prefix *held) {
   free(cold);
 }
 
-// Of a session that is folded nothing is in memory: its bytes are those of as many tokens, as layers differ little.
+// Of a session that is folded what other sessions share is in memory at most: the bytes of the rest are those of as
+// many tokens, as layers differ little.
 static void look_at_folded(qkvi_held_prefix *held, uint64_t length) {
-  held->tokens_cold = held->tokens;
+  const uint64_t end = qkv_session_folded_held(held->session) / PAGE * PAGE;
+  held->tokens_cold = held->tokens > end ? held->tokens - end : 0;
   held->bytes_missing =
-      (uint64_t)((double)qkv_session_bytes_stored(held->session) * (double)held->tokens / (double)length);
+      (uint64_t)((double)qkv_session_bytes_stored(held->session) * (double)held->tokens_cold / (double)length);
 }
 
 static qkvi_held_prefix look_at(qkv_session *session, uint64_t pages) {

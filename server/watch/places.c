@@ -1,7 +1,6 @@
 #include "server/watch/places.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "engine/cache/session_fold.h"
 #include "engine/cache/session_spill.h"
@@ -96,7 +95,7 @@ static void look_at(qkvi_watch_places *places, qkvi_watch_log *log, qkv_session 
   const size_t pages = folded ? qkv_session_indexed_hashes(session, hashes, capacity)
                               : qkv_session_tokens_hashes(qkv_session_tokens_of(session), hashes, capacity);
   if (folded) {
-    memset(cold, true, pages * sizeof *cold);  // nothing of it is in memory
+    for (size_t i = (size_t)(qkv_session_folded_held(session) / QKV_PREFIX_PAGE); i < pages; i++) cold[i] = true;
   } else {
     (void)qkvi_prefix_mark_cold(session, pages * QKV_PREFIX_PAGE, cold);
   }

@@ -195,23 +195,109 @@ def test_folded_sessions_survive_a_kill(start):
 
 
 def test_sessions_that_are_not_folded(start):
-    """Pinned ones, those with exact rows or a contract, and those that share pages with a fork."""
+    """Pinned ones, those with exact rows or a contract."""
     with start() as daemon:
-        pinned, parent, plain = (make(daemon, name, seed=i + 1) for i, name in enumerate(["pinned", "parent", "plain"]))
+        pinned, plain = (make(daemon, name, seed=i + 1) for i, name in enumerate(["pinned", "plain"]))
         contract = copy.copy(plain)
         contract.name = "contract"
         plain.stub.OpenSession(kv.OpenSessionRequest(session="contract", model=plain.model.name, durability=SYNC,
                                                      max_attention_error=0.1), timeout=TIMEOUT)
         fill(contract)
         pinned.stub.Pin(kv.PinRequest(session="pinned"), timeout=TIMEOUT)
-        parent.stub.Fork(kv.ForkRequest(session="parent", fork="fork"), timeout=TIMEOUT)
-        for cache in pinned, contract, parent:
+        for cache in pinned, contract:
             sink(cache)
         fold(daemon, plain)
         time.sleep(0.6)  # more than two looks
         assert folded(daemon) == 1
-        parent.stub.CloseSession(kv.CloseSessionRequest(session="fork"), timeout=TIMEOUT)
-        wait_for(lambda: folded(daemon) == 2, "the parent to be folded once it is alone")
+
+
+def forked(parent, name, position):
+    parent.stub.Fork(kv.ForkRequest(session=parent.name, fork=name, position=position), timeout=TIMEOUT)
+    fork = copy.copy(parent)
+    fork.name = name
+    return fork
+
+
+def shared_rows(cache, layer=0):
+    return cache.fetch(layers=(layer,), range=tensor_pb2.TokenRange(begin=0, end=256))
+
+
+def make_family(daemon, forks):
+    """A parent in memory, all of it durable, and forks of its first 256 tokens, which are folded."""
+    parent = make(daemon, "parent", durability=ASYNC, ids=list(range(TOKENS)))
+    wait_for(lambda: min(parent.info().durable) >= 256, "pages to be durable")
+    alone = daemon.metric("qkvd_kv_bytes")
+    made = [forked(parent, f"fork{i}", 256) for i in range(forks)]
+    wait_for(lambda: folded(daemon) == forks, "the forks to be folded")
+    return parent, made, alone
+
+
+def test_forks_of_a_session_in_memory(start):
+    with start() as daemon:
+        parent, forks, alone = make_family(daemon, 20)
+        admin = admin_pb2_grpc.AdminStub(daemon.channel())
+
+        def ssd_bytes():
+            return admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="default"), timeout=TIMEOUT).tenants[0].usage.ssd_bytes
+
+        stored = parent.info().bytes_stored
+        assert ssd_bytes() == stored
+        assert daemon.metric("qkvd_kv_bytes") <= alone + 20 * 128 + 1024  # and what they have alike
+        info = forks[3].info()
+        assert list(info.lengths) == [256] * LAYERS and info.tokens_cold == 0
+        assert info.bytes_shared == info.bytes_coded > 0 and info.bytes_stored == stored
+        assert parent.info().tokens_cold == 0 and parent.info().bytes_shared == 0
+        match = parent.stub.Match(kv.MatchRequest(model=parent.model.name, token_ids=list(range(256))), timeout=TIMEOUT)
+        assert (match.tokens, match.tokens_on_ssd) == (256, 0)
+        assert unfolded(daemon) == 0
+        before = [shared_rows(parent, layer) for layer in range(LAYERS)]
+        held = daemon.metric("qkvd_kv_bytes")
+        for layer in range(LAYERS):
+            assert_same(before[layer], shared_rows(forks[3], layer))
+        assert unfolded(daemon) == 1
+        assert daemon.metric("qkvd_kv_bytes") < held + info.bytes_coded / 2  # layers, no pages
+        assert ssd_bytes() == stored
+        forks[4].stub.Touch(kv.TouchRequest(session="fork4", ttl_ms=1), timeout=TIMEOUT)
+        wait_for(lambda: folded(daemon) == 19, "the fork to be folded again, another one to expire")
+        assert ssd_bytes() == stored
+
+
+@pytest.mark.parametrize("what", ["close", "truncate", "sink", "compact", "kill"])
+def test_the_parent_of_folded_forks(start, what):
+    with start("--storage-compact-rate", "0") as daemon:
+        parent, forks, _ = make_family(daemon, 3)
+        before = [shared_rows(parent, layer) for layer in range(LAYERS)]
+        stub, admin = parent.stub, admin_pb2_grpc.AdminStub(daemon.channel())
+        if what == "close":
+            stub.CloseSession(kv.CloseSessionRequest(session="parent"), timeout=TIMEOUT)
+            assert forks[0].info().tokens_cold == LAYERS * 256
+        elif what == "truncate":
+            stub.Truncate(kv.TruncateRequest(session="parent", position=70), timeout=TIMEOUT)
+            for layer in range(LAYERS):
+                parent.append(70, *(part[::-1] for part in parent.rows(230)), layer=layer)
+        elif what == "sink":
+            sink(parent)
+            wait_for(lambda: folded(daemon) == 4, "the parent to be folded, too")
+        elif what == "compact":
+            other = make(daemon, "other", seed=9)
+            other.stub.CloseSession(kv.CloseSessionRequest(session="other"), timeout=TIMEOUT)
+            stub.CloseSession(kv.CloseSessionRequest(session="parent"), timeout=TIMEOUT)
+            admin.Compact(admin_pb2.CompactRequest(), timeout=TIMEOUT)
+        if what != "kill":
+            assert_same(before[1], shared_rows(forks[1], 1))
+        forks[2].stub.CloseSession(kv.CloseSessionRequest(session="fork2"), timeout=TIMEOUT)
+        daemon.kill()
+    with start() as daemon:
+        for fork in forks[:2]:
+            fork.stub = daemon.stub()
+            assert list(fork.info().durable) == [256] * LAYERS
+            for layer in range(LAYERS):
+                assert_same(before[layer], shared_rows(fork, layer))
+        storage = admin_pb2_grpc.AdminStub(daemon.channel())
+        for info in forks[0].stub.ListSessions(kv.ListSessionsRequest(), timeout=TIMEOUT).sessions:
+            forks[0].stub.CloseSession(kv.CloseSessionRequest(session=info.session), timeout=TIMEOUT)
+        wait_for(lambda: storage.GetStorage(admin_pb2.GetStorageRequest(), timeout=TIMEOUT).records == 0, "records to go")
+        wait_for(lambda: daemon.metric("qkvd_kv_bytes") == 0, "memory to be free")
 
 
 def test_never(start):

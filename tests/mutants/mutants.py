@@ -22,6 +22,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Tests of pages that sessions share.
 SHARED = "engine/cache/(fork|session_fork|session_share|layer_spill|session_spill)$"
 
+# Tests of folding.
+FOLDED = "engine/cache/session_fold(_forks)?$|server/fold"
+
 # name, file, what stands there, what is planted, regular expression of tests
 MUTANTS = [
     # ---- What is acknowledged as durable ----
@@ -65,6 +68,31 @@ MUTANTS = [
     ("pages that are only written leave memory", "engine/cache/layer_spill.c",
      "  return state_at(layer, index, &held) == QKV_RECORD_DURABLE && held;",
      "  return state_at(layer, index, &held) >= QKV_RECORD_WRITTEN && held;", "engine/cache/(layer_spill|session_spill)$"),
+    # ---- Folding ----
+    ("a session that is in memory for itself alone is folded", "engine/cache/session_fold.c",
+     "  return qkvi_range_is_used_elsewhere(range) ||\n", "  return qkvi_range_is_shared(range) ||\n", FOLDED),
+    ("a trunk takes the ranges that are no layer's with it", "engine/cache/page_range.c",
+     "  if (layers_left > 0 && layers_left == trunks_left) qkvi_range_leave_memory(left, 0, arena);\n", "", FOLDED),
+    ("pages that a trunk has are dropped with those that are not seen", "engine/cache/page_range.c",
+     "  const uint32_t kept = count > range->trunk_pages ? count : range->trunk_pages;\n", "  const uint32_t kept = count;\n",
+     FOLDED),
+    ("pages for trunks alone stay in memory", "engine/cache/layer_spill.c",
+     "  if (!qkvi_range_is_used_elsewhere(range) && range->count > end - first)\n",
+     "  if (!qkvi_range_is_shared(range) && range->count > end - first)\n", FOLDED),
+    ("shared records are counted once more for a folded session", "engine/cache/session_fold.c",
+     "account, qkvi_session_stored(session) - shared);", "account, qkvi_session_stored(session) - 0 * shared);", FOLDED),
+    ("equal trunks are not found", "engine/cache/trunk.c", "  if (kept == NULL) {\n", "  kept = NULL;\n  if (kept == NULL) {\n",
+     FOLDED),
+    ("a trunk has what is behind its own pages of a range", "engine/cache/trunk.c",
+     "      qkvi_layer_adopt_range(layer, trunk->parts[i].range, trunk->parts[i].pages);\n",
+     "      qkvi_layer_adopt_range(layer, trunk->parts[i].range, trunk->parts[i].range->count);\n", FOLDED),
+    ("a folded session's pages are counted with those of its trunk", "engine/cache/session_fold.c",
+     "pages += own_pages(&layers->at[i].layer, trunk);", "pages += own_pages(&layers->at[i].layer, trunk) + (trunk != NULL);",
+     FOLDED),
+    ("an unfolded fork is not listed as one that shares pages", "engine/cache/session_fold.c",
+     "  atomic_store(&all->working->shares, all->trunk != NULL);\n", "", FOLDED + "|e2e/forks"),
+    ("token ids of a trunk are read from the record", "engine/cache/session_fold.c",
+     "  qkvi_trunk_give_tokens(all->trunk, &all->working->tokens);\n", "", FOLDED),
     # ---- Locks ----
     ("layers are locked in the request's order", "server/handlers/attend.c", "  qsort(order, count, sizeof *order, compare_slots);\n",
      "  qsort(order, 0, sizeof *order, compare_slots);\n", "e2e/attend"),
@@ -76,8 +104,11 @@ MUTANTS = [
      "  if (!qkvi_range_seize(range)) {\n    *in_use = true;\n    return 0;\n  }\n",
      "  atomic_store(&range->pins, -1);\n  (void)in_use;\n", SHARED),
     ("a fork's use does not keep shared pages", "engine/cache/layer_spill.c",
-     "(qkvi_range_is_shared(range) && atomic_load(&range->used_ms) > unused_since_ms);\n",
-     "(qkvi_range_is_shared(range) && unused_since_ms < 0);\n", SHARED),
+     "(qkvi_range_is_used_elsewhere(range) && atomic_load(&range->used_ms) > unused_since_ms);\n",
+     "(qkvi_range_is_used_elsewhere(range) && unused_since_ms < 0);\n", SHARED),
+    ("a folded fork's use keeps shared pages", "engine/cache/layer_spill.c",
+     "(qkvi_range_is_used_elsewhere(range) && atomic_load(&range->used_ms) > unused_since_ms);\n",
+     "(qkvi_range_is_shared(range) && atomic_load(&range->used_ms) > unused_since_ms);\n", FOLDED),
     ("a session's hold does not keep its pages", "engine/cache/layer_spill.c",
      "  return atomic_load(&range->keepers) > 0 ||\n", "  return ", SHARED + "|e2e/forks"),
     ("an eviction waits for readers first", "engine/cache/session_spill.c",

@@ -128,22 +128,6 @@ static uint64_t shortest(const scene *s, const char *name) {
   return least;
 }
 
-// A fork of all that the session has, in memory and in the journal.
-static qkv_session *fork_session(const scene *s, qkv_session *parent, const char *name, uint64_t end) {
-  const uint64_t positions[LAYERS] = {end, end, end, end};
-  qkvi_catalogue_fork fork;
-  qkv_session *child = NULL;
-  qkv_error error = {0};
-  qkv_session_config config = *qkv_session_config_of(parent);
-  config.name = name;
-  config.parent_truncations = qkv_session_truncations(parent);
-  assert_int_equal(qkvi_catalogue_enlist(s->residency, &config, NULL), QKV_OK);
-  assert_int_equal(qkvi_catalogue_fork_begin(s->residency, parent, &config, positions, &fork, NULL), QKV_OK);
-  if (qkv_store_fork(s->store, parent, &config, positions, &child, &error) != QKV_OK) fail_msg("%s", error.text);
-  assert_int_equal(qkvi_catalogue_fork_done(&fork, child, NULL), QKV_OK);
-  return child;
-}
-
 // What the directory has now is what the next start finds, as after a kill.
 static void kill_and_start(scene *s) {
   char command[256];

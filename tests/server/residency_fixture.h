@@ -99,6 +99,22 @@ static inline qkv_session *open_session(const scene *s, const char *name, qkv_du
   return session;
 }
 
+// A fork of what the session has below `end`, in memory and in the journal. By one thread at a time, as it asserts.
+static inline qkv_session *fork_session(const scene *s, qkv_session *parent, const char *name, uint64_t end) {
+  const uint64_t positions[LAYERS] = {end, end, end, end};
+  qkvi_catalogue_fork fork;
+  qkv_session *child = NULL;
+  qkv_error error = {0};
+  qkv_session_config config = *qkv_session_config_of(parent);
+  config.name = name;
+  config.parent_truncations = qkv_session_truncations(parent);
+  assert_int_equal(qkvi_catalogue_enlist(s->residency, &config, NULL), QKV_OK);
+  assert_int_equal(qkvi_catalogue_fork_begin(s->residency, parent, &config, positions, &fork, NULL), QKV_OK);
+  if (qkv_store_fork(s->store, parent, &config, positions, &child, &error) != QKV_OK) fail_msg("%s", error.text);
+  assert_int_equal(qkvi_catalogue_fork_done(&fork, child, NULL), QKV_OK);
+  return child;
+}
+
 static inline qkv_session *find_session(const scene *s, const char *name) {
   qkv_session *session = NULL;
   assert_int_equal(qkv_store_session(s->store, "default", name, &session, NULL), QKV_OK);
