@@ -382,6 +382,20 @@ def test_a_named_session_goes_on(daemon, client, tinylm):
     client.session("chat-42").close()
 
 
+def test_a_named_session_begins_anew(client):
+    """After a reset it has its name."""
+    model = small("llama")
+    ids = torch.randint(1, 97, (1, 20))
+    with QkvdCache(client, model, session="anew", policy=qkvd.EXACT, model_name="anew") as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.reset()
+        model(ids[:, :15], past_key_values=cache)
+    assert [info.session for info in client.sessions()] == ["anew"]
+    with QkvdCache(client, model, session="anew", model_name="anew") as cache:
+        assert cache.get_seq_length() == 15
+    client.session("anew").close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_daemon_killed_in_the_middle_of_a_text(tinylm, tmp_path, mode):
     """Calls under way are sent again to the one that follows it, which has the rows: nobody sees that it was gone."""

@@ -156,6 +156,7 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self._rows.clear()
         for row in rows:
             row.session.close()
+        self._made = 0  # the names are free again: a named sequence begins anew under its own
         self._unattended = None
         for layer in self._attention:
             layer.length = 0
