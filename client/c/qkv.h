@@ -48,7 +48,8 @@ typedef struct qkv_call_error {
 typedef struct qkv_client qkv_client;
 
 typedef struct qkv_client_options {
-  int64_t timeout_ms;          // of every call; of each step of a decode stream, each response of a fetch; 0: 60000
+  // Of every call, and before that of connecting anew; of each step of a decode stream, each response of a fetch.
+  int64_t timeout_ms;          // 0: 60000
   int64_t connect_timeout_ms;  // of qkv_client_connect; 0: timeout_ms
   int64_t message_bytes_max;   // of a response; 0: 256 MiB
   const char *tenant;          // whose sessions all calls mean by their names (docs/tenants.md); NULL: "default"
