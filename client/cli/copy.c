@@ -1,6 +1,7 @@
 // qkvctl copy: a session from one daemon to another, as pages, never decoded.
 #include <assert.h>
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -47,6 +48,13 @@ qkv_code qkvctl_source_calibration(qkv_client *client, const char *model, uint32
   return code;
 }
 
+// Of the layer that has most.
+static uint64_t longest(const Qkv__V1__SessionInfo *info) {
+  uint64_t most = 0;
+  for (size_t i = 0; i < info->n_lengths; i++) most = info->lengths[i] > most ? info->lengths[i] : most;
+  return most;
+}
+
 qkv_code qkvctl_source_ids(qkv_client *client, const char *session, uint32_t **ids, size_t *count,
                            qkv_call_error *error) {
   Qkv__V1__GetSessionRequest request = QKV__V1__GET_SESSION_REQUEST__INIT;
@@ -60,6 +68,13 @@ qkv_code qkvctl_source_ids(qkv_client *client, const char *session, uint32_t **i
     if (code != 0) return code;
     const Qkv__V1__SessionInfo *info = (const Qkv__V1__SessionInfo *)answer;
     got = info->n_token_ids;
+    if (got > 0 && *count + got > longest(info)) {  // else a daemon that never ends would be asked for ever
+      protobuf_c_message_free_unpacked(answer, NULL);
+      *error = (qkv_call_error){.code = QKV_INTERNAL};
+      (void)snprintf(error->text, sizeof error->text,
+                     "the daemon gives more token ids than session %.128s has tokens", session);
+      return QKV_INTERNAL;
+    }
     *ids = realloc(*ids, (*count + got + 1) * sizeof **ids);
     assert(*ids != NULL);
     if (got > 0) memcpy(*ids + *count, info->token_ids, got * sizeof **ids);

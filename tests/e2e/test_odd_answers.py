@@ -114,6 +114,15 @@ def test_a_list_without_end(odd):
         fails(odd, list_of, text="page token has 1024 bytes, at most 1023")
 
 
+def test_token_ids_without_end(odd, daemon):
+    """However often they are asked for."""
+    model = model_pb2.Model(name="ids", layers=1, kv_heads=1, q_heads=1, key_dim=16, value_dim=16, dtype=FP16)
+    odd.will("GetSession", kv.SessionInfo(session="s", model="ids", lengths=[4], policy=model_pb2.CodecPolicy(),
+                                          token_ids=[1, 2, 3]))
+    odd.will("GetModel", model_pb2.GetModelResponse(model=model))
+    fails(odd, "copy", "s", "--to", daemon.target, text="more token ids than session s has tokens")
+
+
 def test_an_instance_of_64_bits(odd):
     """It has all its digits."""
     odd.will("Watch", [kv.WatchResponse(reset=True, complete=True, instance=2**64 - 3, sequence=2**40)])
