@@ -18,10 +18,26 @@ bool qkv_device_takes_rows(const qkv_coder *coder) {
 
 // ---- Codes ----
 
-// Bytes of what follows the code: the synthesis and its mean; steps of outliers.
+// Of one of the transform's matrices and the mean; 0: Hadamard.
 static size_t matrix_bytes(const qkv_transform *transform) {
   const size_t dim = transform->schedule->dim;
-  return transform->synthesis == NULL ? 0 : (dim + 1) * dim * sizeof(float);
+  return transform->analysis == NULL ? 0 : dim * dim * sizeof(int16_t) + 2 * dim * sizeof(float);
+}
+
+// By input, so that threads of neighbouring outputs read neighbouring words; then scales and the mean.
+static void fill_matrix(const qkv_transform *transform, const qkv_dense *matrix, uint8_t *to) {
+  int16_t *words = (int16_t *)(void *)to;
+  const size_t dim = matrix->dim;
+  float *scales = (float *)(void *)(words + dim * dim);
+  assert(matrix->outputs == dim);
+  for (size_t output = 0; output < dim; output++) {
+    const int16_t *block = matrix->words + output / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS * dim;
+    for (size_t input = 0; input < dim; input++)
+      words[input * dim + output] =
+          block[(input / 2 * QKVI_DENSE_OUTPUTS + output % QKVI_DENSE_OUTPUTS) * 2 + input % 2];
+  }
+  memcpy(scales, matrix->scales, dim * sizeof *scales);
+  memcpy(scales + dim, transform->mean, dim * sizeof *scales);
 }
 
 static const float *steps_of(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
@@ -70,15 +86,14 @@ static void fill_head(const qkv_coder *coder, uint16_t kv_head, qkv_part part, q
 void qkv_device_fill_code(const qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to) {
   const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[part];
   const float *steps = steps_of(coder, kv_head, part);
-  const size_t dim = transform->schedule->dim, square = dim * dim * sizeof(float);
+  const size_t dim = transform->schedule->dim;
   uint8_t *next = (uint8_t *)to + sizeof(qkv_simt_code);
   qkv_simt_code *code = to;
   memset(to, 0, qkv_device_code_bytes(coder, kv_head, part));
   fill_head(coder, kv_head, part, code);
   if (transform->synthesis != NULL) {
     code->synthesis = (uint32_t)(next - (uint8_t *)to);
-    memcpy(next, transform->synthesis, square);
-    memcpy(next + square, transform->mean, dim * sizeof(float));
+    fill_matrix(transform, transform->backward, next);
     next += matrix_bytes(transform);
   }
   if (steps != NULL) {
@@ -92,26 +107,9 @@ void qkv_device_fill_code(const qkv_coder *coder, uint16_t kv_head, qkv_part par
 size_t qkv_device_encoder_bytes(const qkv_coder *coder, uint16_t kv_head, qkv_part part) {
   const qkv_transform *transform = qkv_embedded(coder)->heads[kv_head].transforms[part];
   const size_t dim = transform->schedule->dim;
-  size_t bytes = sizeof(qkv_simt_code);
-  if (transform->analysis != NULL) bytes += dim * dim * sizeof(int16_t) + 2 * dim * sizeof(float);
+  size_t bytes = sizeof(qkv_simt_code) + matrix_bytes(transform);
   if (transform->weights != NULL) bytes += (4 + dim + dim / 4) * sizeof(float);
   return (bytes + 15) / 16 * 16;
-}
-
-// By input, so that threads of neighbouring outputs read neighbouring words.
-static void fill_analysis(const qkv_transform *transform, int16_t *words) {
-  const qkv_dense *matrix = transform->forward;
-  const size_t dim = matrix->dim;
-  float *scales = (float *)(void *)(words + dim * dim);
-  assert(matrix->outputs == dim);
-  for (size_t output = 0; output < dim; output++) {
-    const int16_t *block = matrix->words + output / QKVI_DENSE_OUTPUTS * QKVI_DENSE_OUTPUTS * dim;
-    for (size_t input = 0; input < dim; input++)
-      words[input * dim + output] =
-          block[(input / 2 * QKVI_DENSE_OUTPUTS + output % QKVI_DENSE_OUTPUTS) * 2 + input % 2];
-  }
-  memcpy(scales, matrix->scales, dim * sizeof *scales);
-  memcpy(scales + dim, transform->mean, dim * sizeof *scales);
 }
 
 // As weigh_coordinates of engine/kernel/encode_plain.h makes them.
@@ -127,15 +125,14 @@ static void fill_weights(const qkv_transform *transform, unsigned tier, float *t
 void qkv_device_fill_encoder(const qkv_coder *coder, uint16_t kv_head, qkv_part part, void *to) {
   const qkv_head_coder *head = &qkv_embedded(coder)->heads[kv_head];
   const qkv_transform *transform = head->transforms[part];
-  const size_t dim = transform->schedule->dim;
   uint8_t *next = (uint8_t *)to + sizeof(qkv_simt_code);
   qkv_simt_code *code = to;
   memset(to, 0, qkv_device_encoder_bytes(coder, kv_head, part));
   fill_head(coder, kv_head, part, code);
   if (transform->analysis != NULL) {
     code->analysis = (uint32_t)(next - (uint8_t *)to);
-    fill_analysis(transform, (int16_t *)(void *)next);
-    next += dim * dim * sizeof(int16_t) + 2 * dim * sizeof(float);
+    fill_matrix(transform, transform->forward, next);
+    next += matrix_bytes(transform);
   }
   if (transform->weights != NULL) {
     code->weights = (uint32_t)(next - (uint8_t *)to);

@@ -436,12 +436,12 @@ static size_t whole_bytes(size_t dim) {
   return aligned(qkv_dense_bytes(dim, dim));
 }
 
-// Of one head: the analysis of every part, the synthesis of keys in the attend frame; and what is left of their mean
-// and its anchor.
+// Of one head: both matrices of every part, the synthesis for queries of keys in the attend frame; and what is left
+// of their mean and its anchor.
 static size_t head_whole_bytes(const qkv_calibration_shape *shape) {
-  const size_t values = whole_bytes(shape->value_dim);
-  if (!rotates(shape)) return whole_bytes(shape->key_dim) + values;
-  return 3 * whole_bytes(shape->key_dim) + 2 * aligned(shape->key_dim * sizeof(float)) + values;
+  const size_t values = 2 * whole_bytes(shape->value_dim);
+  if (!rotates(shape)) return 2 * whole_bytes(shape->key_dim) + values;
+  return 5 * whole_bytes(shape->key_dim) + 2 * aligned(shape->key_dim * sizeof(float)) + values;
 }
 
 uint64_t qkv_calibration_cost(const qkv_calibration_shape *shape) {
@@ -467,6 +467,18 @@ static void make_turning(qkvi_head_view *head, const qkv_rope *rope, const qkv_t
   free(ordered);
 }
 
+// The synthesis by its columns.
+static void make_backward(qkv_transform *transform, qkv_dense *backward, uint8_t *memory) {
+  const size_t dim = transform->schedule->dim;
+  float *columns = (float *)allocate(dim * dim * sizeof *columns);
+  for (size_t j = 0; j < dim; j++) {
+    for (size_t c = 0; c < dim; c++) columns[j * dim + c] = transform->synthesis[c * dim + j];
+  }
+  *backward = qkv_dense_in(memory, columns, dim, dim);
+  transform->backward = backward;
+  free(columns);
+}
+
 // The mean of coordinates that turn becomes the rotating anchor; `memory` is for two rows. No anchor where it is 0.
 static void make_anchor(qkv_transform *transform, const qkv_rope *rope, float *memory) {
   const size_t dim = transform->schedule->dim;
@@ -489,9 +501,11 @@ static uint8_t *make_whole(const qkv_calibration *calibration, qkvi_head_view *h
                            uint8_t *memory) {
   qkv_transform *transform = &head->transforms[part];
   const size_t dim = transform->schedule->dim;
-  if (transform->analysis == NULL) return memory + whole_bytes(dim);
+  if (transform->analysis == NULL) return memory + 2 * whole_bytes(dim);
   head->forward[part] = qkv_dense_in(memory, transform->analysis, dim, dim);
   transform->forward = &head->forward[part];
+  memory += whole_bytes(dim);
+  make_backward(transform, &head->backward[part], memory);
   memory += whole_bytes(dim);
   if (part != QKV_PART_K_ATTEND || !rotates(&calibration->shape)) return memory;
   const qkv_rope *rope = &calibration->shape.rope;

@@ -67,7 +67,8 @@ typedef struct qkvi_head_view {
   int8_t tier_offsets[QKV_CALIBRATION_PARTS];
   const float *heavy;  // NULL: none
   float heavy_least;
-  qkv_dense forward[QKV_CALIBRATION_PARTS], turning;  // what transforms point to
+  // What transforms point to.
+  qkv_dense forward[QKV_CALIBRATION_PARTS], backward[QKV_CALIBRATION_PARTS], turning;
 } qkvi_head_view;
 
 struct qkv_calibration {

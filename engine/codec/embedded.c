@@ -344,11 +344,11 @@ static void decode_all(const qkv_coder *coder, const void *page, uint16_t kv_hea
 // Keys among the rows that are kept as attended.
 static void decode_keys_kept(const qkv_coder *coder, uint64_t position, const qkv_outliers *outliers, uint32_t tokens,
                              bool before_rope, float *rows) {
+  if (!before_rope || qkv_embedded(coder)->phases == NULL) return qkv_outliers_rows(outliers, NULL, rows);
   float kept[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
   const size_t dim = coder->key_dim;
   qkv_outliers_rows(outliers, NULL, kept);
-  if (before_rope && qkv_embedded(coder)->phases != NULL)
-    qkv_phases_inverse(qkv_embedded(coder)->phases, position, tokens, dim, kept);
+  qkv_phases_inverse(qkv_embedded(coder)->phases, position, tokens, dim, kept);
   for (uint64_t left = qkv_outliers_mask(outliers); left != 0; left &= left - 1) {
     const size_t slot = (size_t)__builtin_ctzll(left);
     memcpy(rows + slot * dim, kept + slot * dim, dim * sizeof *rows);

@@ -25,7 +25,7 @@ void qkv_transform_forward(const qkv_transform *transform, float *rows, size_t n
     qkv_hadamard_forward(rows, n, dim);
     return;
   }
-  qkv_kernels_get()->multiply_integer(transform->forward, coordinates, transform->mean, rows, n);
+  qkv_kernels_get()->multiply_integer(transform->forward, coordinates, transform->mean, NULL, rows, n);
 }
 
 void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n, size_t coordinates) {
@@ -35,10 +35,9 @@ void qkv_transform_inverse(const qkv_transform *transform, float *rows, size_t n
     qkv_hadamard_inverse(rows, n, dim);
     return;
   }
-  qkv_kernels_get()->combine(transform->synthesis, dim, coordinates, rows, n);
-  for (size_t i = 0; i < n; i++) {
-    for (size_t j = 0; j < dim; j++) rows[i * dim + j] += transform->mean[j];
-  }
+  for (size_t i = 0; coordinates < dim && i < n; i++)
+    memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);
+  qkv_kernels_get()->multiply_integer(transform->backward, dim, NULL, transform->mean, rows, n);
 }
 
 // What the mean adds to the scores of queries.
@@ -63,7 +62,7 @@ void qkv_transform_turned(const qkv_transform *transform, float *queries, size_t
                           float *shares) {
   if (transform->turning == NULL) return qkv_transform_query(transform, queries, n, coordinates, shares);
   mean_shares(transform, queries, n, shares);
-  qkv_kernels_get()->multiply_integer(transform->turning, coordinates, NULL, queries, n);
+  qkv_kernels_get()->multiply_integer(transform->turning, coordinates, NULL, NULL, queries, n);
 }
 
 void qkv_transform_output(const qkv_transform *transform, float *sums, const double *totals, size_t n,

@@ -10,7 +10,7 @@
 //
 // Data-free transforms are the randomized Hadamard (hadamard.h), without a mean and its own dual. Calibrated ones
 // are dense: the KLT of values, the query-aware KLT of keys (calibration.h), with the scale of each coordinate
-// folded in; rows go through `analysis` in whole numbers of 16 bits (kernel/dense.h). `weights` says how much a
+// folded in; rows go through both matrices in whole numbers of 16 bits (kernel/dense.h). `weights` says how much a
 // coordinate's squared error counts; the data-free code counts all alike.
 //
 // Keys in the attend frame also have a rotating anchor: the calibrated mean before RoPE, of all pairs or of those
@@ -39,6 +39,7 @@ typedef struct qkv_transform {
   const float *synthesis;        // [dim][dim]
   const float *mean;             // [dim]
   const qkv_dense *forward;      // the analysis in whole numbers, which rows are coded with
+  const qkv_dense *backward;     // the synthesis by its columns, likewise, which rows come back by
   // The synthesis in whole numbers, for queries that are transformed page by page; NULL: none. With QKV_TURN_BLOCKS
   // its inputs are in the order of qkv_turn_input.
   const qkv_dense *turning;

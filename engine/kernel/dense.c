@@ -148,7 +148,7 @@ QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_reference) {
     for (size_t c = 0; c < coordinates; c++) {
       int32_t sum = 0;
       for (size_t j = 0; j < dim; j++) sum += matrix->words[place(dim, c, j)] * (int32_t)x[j];
-      rows[c] = (float)sum * (matrix->scales[c] * scale);
+      rows[c] = (float)sum * (matrix->scales[c] * scale) + (added != NULL ? added[c] : 0);
     }
   }
 }

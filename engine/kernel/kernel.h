@@ -74,10 +74,10 @@ static inline void qkvi_fetch_row(const qkv_rows *rows, size_t t) {
 // `coordinates` rows, then zeros; each is a sum over 16 lanes, j % 16, which are then added by halves. `combine`:
 // sum_c row[c] matrix[c] over the first `coordinates`, in their order.
 #define QKV_DECLARE_DENSE(name) void name(const float *matrix, size_t dim, size_t coordinates, float *rows, size_t n)
-// `multiply` in whole numbers (dense.h), with the matrix's first `coordinates` outputs, of rows less `mean` [dim];
-// NULL: none.
+// `multiply` in whole numbers (dense.h), with the matrix's first `coordinates` outputs, of rows less `mean` [dim]; to
+// these outputs `added` [dim] is added. NULL: zeros.
 #define QKV_DECLARE_MULTIPLY_INTEGER(name) \
-  void name(const qkv_dense *matrix, size_t coordinates, const float *mean, float *rows, size_t n)
+  void name(const qkv_dense *matrix, size_t coordinates, const float *mean, const float *added, float *rows, size_t n)
 
 // How the slots of a page turn from its centre: pair p of coordinates, p * step and p * step + apart, by angles whose
 // cosines and sines are [pairs][64]. Coordinates from 2 * pairs on do not turn.

@@ -118,11 +118,11 @@ static void run_combine(workload *w, const qkv_kernels *kernels) {
 
 static void run_multiply_integer(workload *w, const qkv_kernels *kernels) {
   memcpy(w->turned, w->rows, QKV_PAGE_TOKENS * w->page.schedule.dim * sizeof *w->rows);
-  kernels->multiply_integer(&w->dense, w->page.schedule.dim, qkvi_weights_alike, w->turned, QKV_PAGE_TOKENS);
+  kernels->multiply_integer(&w->dense, w->page.schedule.dim, qkvi_weights_alike, NULL, w->turned, QKV_PAGE_TOKENS);
 }
 
 static void run_turn(workload *w, const qkv_kernels *kernels) {
-  kernels->multiply_integer(&w->dense, w->page.schedule.dim, NULL, w->queries, w->n);
+  kernels->multiply_integer(&w->dense, w->page.schedule.dim, NULL, NULL, w->queries, w->n);
 }
 
 static void run_waves(workload *w, const qkv_kernels *kernels) {

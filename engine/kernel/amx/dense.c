@@ -168,21 +168,23 @@ static void multiply_tiles(const uint8_t *high, const uint8_t *low, const split_
 }
 
 // Outputs [c, c + 16) of `count` rows, as far as a row reaches.
-static void store_tile(const tile_sums *sums, const float *matrix_scales, const float *scales, size_t count, size_t c,
-                       size_t dim, float *rows) {
+static void store_tile(const tile_sums *sums, const float *matrix_scales, const float *scales, const float *added,
+                       size_t count, size_t c, size_t dim, float *rows) {
   const __m512 own = _mm512_loadu_ps(matrix_scales + c);
   const __mmask16 mask = c + SIDE <= dim ? 0xffff : 0x00ff;
+  const __m512 more = _mm512_maskz_loadu_ps(mask, added + c);
   for (size_t i = 0; i < count; i++) {
     const __m512i high = _mm512_slli_epi32(_mm512_load_si512(sums->high[i]), 16);
     const __m512i mixed = _mm512_slli_epi32(_mm512_load_si512(sums->mixed[i]), 8);
     const __m512i all = _mm512_add_epi32(_mm512_add_epi32(high, mixed), _mm512_load_si512(sums->low[i]));
     const __m512 scale = _mm512_mul_ps(own, _mm512_set1_ps(scales[i]));
-    _mm512_mask_storeu_ps(rows + i * dim + c, mask, _mm512_mul_ps(_mm512_cvtepi32_ps(all), scale));
+    const __m512 output = _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(all), scale), more);
+    _mm512_mask_storeu_ps(rows + i * dim + c, mask, output);
   }
 }
 
 static void multiply_batch(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean,
-                           float *rows) {
+                           const float *added, float *rows) {
   const size_t dim = matrix->dim, padded = (dim + DEEP - 1) / DEEP * DEEP;
   split_rows x;
   split_outputs outputs;
@@ -193,7 +195,7 @@ static void multiply_batch(const qkv_dense *matrix, size_t coordinates, size_t c
     for (size_t i = 0; i < count; i += ROWS) {
       const size_t here = count - i < ROWS ? count - i : ROWS;
       multiply_tiles(x.high + i * padded, x.low + i * padded, &outputs, padded, &sums);
-      store_tile(&sums, matrix->scales, x.scales + i, here, c, dim, rows + i * dim);
+      store_tile(&sums, matrix->scales, x.scales + i, added, here, c, dim, rows + i * dim);
     }
   }
   for (size_t i = 0; coordinates < dim && i < count; i++) {
@@ -204,11 +206,13 @@ static void multiply_batch(const qkv_dense *matrix, size_t coordinates, size_t c
 QKV_DECLARE_MULTIPLY_INTEGER(qkvi_multiply_integer_amx) {
   static const float zeros[QKV_DIM_MAX];
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
-  if (n < SIDE) return qkvi_multiply_integer_avx512_vnni(matrix, coordinates, mean, rows, n);
+  if (n < SIDE) return qkvi_multiply_integer_avx512_vnni(matrix, coordinates, mean, added, rows, n);
+  if (mean == NULL) mean = zeros;
+  if (added == NULL) added = zeros;
   configure_tiles();
   for (size_t i = 0; i < n; i += BATCH) {
     const size_t count = n - i < BATCH ? n - i : BATCH;
-    multiply_batch(matrix, coordinates, count, mean != NULL ? mean : zeros, rows + i * matrix->dim);
+    multiply_batch(matrix, coordinates, count, mean, added, rows + i * matrix->dim);
   }
   _tile_release();  // so that switches to other threads need not save them
 }

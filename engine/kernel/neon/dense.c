@@ -52,14 +52,17 @@ INLINE void multiply_tile(const qkv_dense *matrix, const dense_rows *x, size_t c
   }
 }
 
-INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean, float *rows) {
+INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean,
+                          const float *added, float *rows) {
   float out[ROWS * QKV_DIM_MAX];
   const size_t dim = matrix->dim;
   dense_rows x;
   for (size_t i = 0; i < count; i++) x.scales[i] = dense_words(rows + i * dim, mean, dim, x.words[i]);
   for (size_t b = 0; b * QKVI_DENSE_OUTPUTS < coordinates; b++) multiply_tile(matrix, &x, count, b, out);
   for (size_t i = 0; i < count; i++) {
-    memcpy(rows + i * dim, out + i * QKV_DIM_MAX, coordinates * sizeof *rows);
+    for (size_t c = 0; c < coordinates; c++) {
+      rows[i * dim + c] = out[i * QKV_DIM_MAX + c] + (added != NULL ? added[c] : 0);
+    }
     memset(rows + i * dim + coordinates, 0, (dim - coordinates) * sizeof *rows);
   }
 }
@@ -67,6 +70,6 @@ INLINE void multiply_some(const qkv_dense *matrix, size_t coordinates, size_t co
 QKV_DECLARE_MULTIPLY_INTEGER(VARIANT(qkvi_multiply_integer)) {
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
   size_t i = 0;
-  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, rows + i * matrix->dim);
-  for (; i < n; i++) multiply_some(matrix, coordinates, 1, mean, rows + i * matrix->dim);
+  for (; i + ROWS <= n; i += ROWS) multiply_some(matrix, coordinates, ROWS, mean, added, rows + i * matrix->dim);
+  for (; i < n; i++) multiply_some(matrix, coordinates, 1, mean, added, rows + i * matrix->dim);
 }

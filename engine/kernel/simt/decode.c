@@ -251,31 +251,13 @@ SIMT_INLINE void add_predictions(const qkv_simt_decode *job, const qkv_simt_row_
 
 // ---- Back from code space ----
 
-// sum_c number[c] synthesis[c] over the first `coordinates`, in their order, and the mean. A thread has a coordinate.
 SIMT_INLINE void combine(const qkv_simt_code *code, unsigned coordinates, float *tile) {
-  const unsigned dim = code->dim, j = simt_thread();
-  const float *synthesis = (const float *)(const void *)((const uint8_t *)code + code->synthesis);
-  for (unsigned g = 0; g < TILE_GROUPS; g++) {
-    float *at = tile + g * TILE_GROUP_TOKENS, sums[TILE_GROUP_TOKENS];
-    SIMT_UNROLL
-    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) sums[t] = 0;
-    for (unsigned c = 0; j < dim && c < coordinates; c++) {
-      const float factor = synthesis[c * dim + j];
-      SIMT_UNROLL
-      for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
-        if (t % 4 != 0) continue;
-        const simt_quad four = simt_load_quad(at + c * TILE_STRIDE + t);
-        SIMT_UNROLL
-        for (unsigned i = 0; i < 4; i++) sums[t + i] += simt_float(four.words[i]) * factor;
-      }
-    }
-    simt_sync_block();  // all have read the group
-    SIMT_UNROLL
-    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
-      if (j < dim) at[j * TILE_STRIDE + t] = sums[t] + synthesis[dim * dim + j];
-    }
-  }
-  simt_sync_block();
+  const unsigned dim = code->dim;
+  const uint8_t *matrix = (const uint8_t *)code + code->synthesis;
+  const float *mean = (const float *)(const void *)(matrix + 2 * dim * dim) + dim;
+  float *sums = tile + dim * TILE_STRIDE, *factors = sums + TILE_SUM_LANES * TILE_TOKENS;
+  const tile_whole whole = {sums, factors, factors + TILE_TOKENS};
+  tile_multiply(matrix, dim, coordinates, mean, &whole, tile);
 }
 
 // ---- Turns of keys (engine/codec/phases.c) ----

@@ -5,14 +5,10 @@
 #include "engine/kernel/simt/tile.h"
 
 #define ENCODE_THREADS_MAX 512
-#define SUM_LANES 16u
+#define SUM_LANES TILE_SUM_LANES
 #define FOURS 4u
 #define SHALLOW_DEPTH 4u  // bits of a coordinate whose t is a whole number
 #define FULL_DEPTH 8u
-// engine/kernel/dense.h, integer.h
-#define DENSE_ROW_LENGTH 32600.0f
-#define DENSE_SQUARE_LEAST 1e-30f
-#define WHOLE_MAGIC 12582912.0f
 
 // What is known of the tokens.
 typedef struct token_states {
@@ -66,28 +62,8 @@ SIMT_INLINE float *lane_sum(const encoding *e, unsigned which, unsigned lane, un
   return e->sums + (which * SUM_LANES + lane) * TILE_TOKENS + token;
 }
 
-// A token's sum, by halves.
 SIMT_INLINE float sum_of(const encoding *e, unsigned which, unsigned token) {
-  float lanes[SUM_LANES];
-  SIMT_UNROLL
-  for (unsigned i = 0; i < SUM_LANES; i++) lanes[i] = *lane_sum(e, which, i, token);
-  SIMT_UNROLL
-  for (unsigned i = 0; i < 4 * (SUM_LANES / 2); i++) {  // steps of 8, 4, 2 and 1
-    const unsigned half = SUM_LANES / 2 >> i / (SUM_LANES / 2), lane = i % (SUM_LANES / 2);
-    if (lane < half) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
-}
-
-// Of coordinates [first, end), both multiples of 8.
-SIMT_INLINE float squares_of(const float *tile, unsigned lane, unsigned token, unsigned first, unsigned end) {
-  float sum = 0;
-  for (unsigned c = first / SUM_LANES * SUM_LANES + lane; c < end; c += SUM_LANES) {
-    if (c < first) continue;
-    const float x = tile[c * TILE_STRIDE + token];
-    sum += x * x;
-  }
-  return sum;
+  return tile_sum(lane_sum(e, which, 0, 0), token);
 }
 
 // ---- To code space ----
@@ -101,7 +77,7 @@ SIMT_INLINE bool is_turned(const qkv_simt_encode *job) {
 SIMT_INLINE void measure_rows(const qkv_simt_encode *job, const encoding *e) {
   for (unsigned i = simt_thread(); i < SUM_LANES * TILE_TOKENS; i += simt_threads()) {
     const unsigned lane = i / TILE_TOKENS, token = i % TILE_TOKENS;
-    *lane_sum(e, 0, lane, token) = squares_of(e->tile, lane, token, 0, job->code->dim);
+    *lane_sum(e, 0, lane, token) = tile_squares(e->tile, lane, token, 0, job->code->dim);
   }
   simt_sync_block();
   for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {
@@ -141,62 +117,19 @@ SIMT_INLINE void turn_to_frame(const qkv_simt_encode *job, float *tile) {
   simt_sync_block();
 }
 
-// Rows less the mean become whole numbers in the tile, and states->scale (engine/kernel/dense_plain.h).
-SIMT_INLINE void make_whole(const qkv_simt_code *code, const float *mean, const encoding *e) {
-  for (unsigned i = simt_thread(); i < code->dim * TILE_TOKENS; i += simt_threads())
-    e->tile[i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS] -= mean[i / TILE_TOKENS];
-  simt_sync_block();
-  for (unsigned i = simt_thread(); i < SUM_LANES * TILE_TOKENS; i += simt_threads()) {
-    const unsigned lane = i / TILE_TOKENS, token = i % TILE_TOKENS;
-    *lane_sum(e, 0, lane, token) = squares_of(e->tile, lane, token, 0, code->dim);
-  }
-  simt_sync_block();
-  for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {
-    const float squares = sum_of(e, 0, t), length = simt_root(squares);
-    const bool none = squares < DENSE_SQUARE_LEAST;
-    e->states->scale[t] = none ? 0 : length / DENSE_ROW_LENGTH;
-    e->states->unit[t] = none ? 0 : DENSE_ROW_LENGTH / length;
-  }
-  simt_sync_block();
-  for (unsigned i = simt_thread(); i < code->dim * TILE_TOKENS; i += simt_threads()) {
-    float *number = e->tile + i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS;
-    const float factor = e->states->unit[i % TILE_TOKENS], sum = *number * factor + WHOLE_MAGIC;
-    *number = simt_float(factor == 0 ? 0 : (uint32_t)(int32_t)(int16_t)(uint16_t)simt_bits(sum));
-  }
-  simt_sync_block();
-}
-
-// The analysis of whole numbers. A thread has a coordinate; tokens beyond the last are zeros.
+// The analysis of rows less the mean; tokens beyond the last are zeros.
 SIMT_INLINE void analyse(const qkv_simt_encode *job, const encoding *e) {
   const qkv_simt_code *code = job->code;
-  const unsigned dim = code->dim, c = simt_thread();
-  const int16_t *words = (const int16_t *)(const void *)((const uint8_t *)code + code->analysis);
-  const float *scales = (const float *)(const void *)(words + dim * dim);
-  make_whole(code, scales + dim, e);
-  for (unsigned g = 0; g < TILE_GROUPS; g++) {
-    float *at = e->tile + g * TILE_GROUP_TOKENS;
-    int32_t sums[TILE_GROUP_TOKENS];
-    SIMT_UNROLL
-    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) sums[t] = 0;
-    for (unsigned j = 0; c < dim && j < dim; j++) {
-      const int32_t factor = words[j * dim + c];
-      SIMT_UNROLL
-      for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
-        if (t % 4 != 0) continue;
-        const simt_quad four = simt_load_quad(at + j * TILE_STRIDE + t);
-        SIMT_UNROLL
-        for (unsigned i = 0; i < 4; i++) sums[t + i] += factor * (int32_t)four.words[i];
-      }
-    }
-    simt_sync_block();  // all have read the group
-    SIMT_UNROLL
-    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
-      const unsigned token = g * TILE_GROUP_TOKENS + t;
-      if (c < dim)
-        at[c * TILE_STRIDE + t] = token < job->tokens ? (float)sums[t] * (scales[c] * e->states->scale[token]) : 0;
-    }
+  const unsigned dim = code->dim;
+  const uint8_t *matrix = (const uint8_t *)code + code->analysis;
+  const float *mean = (const float *)(const void *)(matrix + 2 * dim * dim) + dim;
+  const tile_whole whole = {e->sums, e->states->unit, e->states->scale};
+  for (unsigned i = simt_thread(); i < dim * TILE_TOKENS; i += simt_threads()) {
+    float *number = e->tile + i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS;
+    *number = i % TILE_TOKENS < job->tokens ? *number - mean[i / TILE_TOKENS] : 0;
   }
   simt_sync_block();
+  tile_multiply(matrix, dim, dim, NULL, &whole, e->tile);
 }
 
 // ---- Gains ----
@@ -256,9 +189,9 @@ SIMT_INLINE void choose_scales(const qkv_simt_encode *job, const encoding *e) {
   for (unsigned i = simt_thread(); i < SUM_LANES * TILE_TOKENS; i += simt_threads()) {
     const unsigned lane = i / TILE_TOKENS, token = i % TILE_TOKENS;
     *lane_sum(e, 0, lane, token) =
-        e->fours != NULL ? weighted_squares(e, coded, lane, token) : squares_of(e->tile, lane, token, 0, coded);
-    *lane_sum(e, 1, lane, token) = squares_of(e->tile, lane, token, 0, dim);
-    *lane_sum(e, 2, lane, token) = squares_of(e->tile, lane, token, coded, dim);
+        e->fours != NULL ? weighted_squares(e, coded, lane, token) : tile_squares(e->tile, lane, token, 0, coded);
+    *lane_sum(e, 1, lane, token) = tile_squares(e->tile, lane, token, 0, dim);
+    *lane_sum(e, 2, lane, token) = tile_squares(e->tile, lane, token, coded, dim);
   }
   simt_sync_block();
   for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {

@@ -29,11 +29,12 @@ typedef struct qkv_simt_code {
   uint16_t pairs;        // that turn, of keys; 0: there is no RoPE
   uint16_t step, apart;  // a pair's coordinates: pair * step, and `apart` behind it
   uint16_t unused;
-  uint32_t synthesis;      // offset of f32 [dim][dim], then f32 mean [dim]; 0: Hadamard
+  // Of rows that are decoded. Offset of the synthesis in whole numbers (kernel/dense.h), i16 [input][output], then
+  // f32 scales [dim] and mean [dim]; 0: Hadamard.
+  uint32_t synthesis;
   uint32_t outlier_steps;  // offset of f32 [dim], of values; 0: all are 1
-  // Of rows that are encoded. Offset of the analysis in whole numbers (kernel/dense.h), i16 [input][output], then f32
-  // scales [dim] and mean [dim]; 0: Hadamard. Offset of f32 [4], the sum of the weights of coordinates that have
-  // bits, then weights [dim] and their means of fours [dim / 4]; 0: all are 1.
+  // Of rows that are encoded. Offset of the analysis likewise; 0: Hadamard. Offset of f32 [4], the sum of the weights
+  // of coordinates that have bits, then weights [dim] and their means of fours [dim / 4]; 0: all are 1.
   uint32_t analysis, weights;
   uint32_t signs[32];  // of Hadamard: bit i of word w is coordinate 32 w + i, 1 for minus
   uint16_t reach[QKV_SIMT_TIERS][QKV_SIMT_DEPTHS];  // engine/codec/schedule.h
@@ -132,6 +133,8 @@ typedef struct qkv_simt_encode_args {
 #define QKV_SIMT_ROWS_THREADS(dim) (((dim) + 31) / 32 * 32)
 // From a coordinate to the next, in floats: four tokens of eight coordinates lie in different banks.
 #define QKV_SIMT_ROWS_STRIDE 68
-#define QKV_SIMT_ROWS_SHARED_BYTES(dim) (sizeof(qkv_simt_row_tables) + 4 * QKV_SIMT_ROWS_STRIDE * (dim))
+// Tables, the tile; sums [16][64 tokens], and two numbers a token.
+#define QKV_SIMT_ROWS_SHARED_BYTES(dim) \
+  (sizeof(qkv_simt_row_tables) + 4 * QKV_SIMT_ROWS_STRIDE * (dim) + 4 * (16 + 2) * 64)
 
 #endif

@@ -81,6 +81,96 @@ SIMT_INLINE unsigned tile_key_shift(const tile_place *place, unsigned pair, unsi
   return 8 * (in_half & ((1u << place->width) - 1)) + tile_field_shift(pair, in_half >> place->width) + high;
 }
 
+// ---- Dense transforms in whole numbers (engine/kernel/dense.h) ----
+
+#define TILE_SUM_LANES 16u
+#define TILE_DENSE_ROW_LENGTH 32600.0f
+#define TILE_DENSE_SQUARE_LEAST 1e-30f
+#define TILE_WHOLE_MAGIC 12582912.0f
+
+// In shared memory: sums [TILE_SUM_LANES][TILE_TOKENS]; of each token what makes whole numbers, and floats again.
+typedef struct tile_whole {
+  float *sums, *factors, *scales;
+} tile_whole;
+
+// A token's sum, by halves.
+SIMT_INLINE float tile_sum(const float *sums, unsigned token) {
+  float lanes[TILE_SUM_LANES];
+  SIMT_UNROLL
+  for (unsigned i = 0; i < TILE_SUM_LANES; i++) lanes[i] = sums[i * TILE_TOKENS + token];
+  SIMT_UNROLL
+  for (unsigned i = 0; i < 4 * (TILE_SUM_LANES / 2); i++) {  // steps of 8, 4, 2 and 1
+    const unsigned half = TILE_SUM_LANES / 2 >> i / (TILE_SUM_LANES / 2), lane = i % (TILE_SUM_LANES / 2);
+    if (lane < half) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+// A lane of a token's squares of coordinates [first, end), both multiples of 8.
+SIMT_INLINE float tile_squares(const float *tile, unsigned lane, unsigned token, unsigned first, unsigned end) {
+  float sum = 0;
+  for (unsigned c = first / TILE_SUM_LANES * TILE_SUM_LANES + lane; c < end; c += TILE_SUM_LANES) {
+    if (c < first) continue;
+    const float x = tile[c * TILE_STRIDE + token];
+    sum += x * x;
+  }
+  return sum;
+}
+
+// The first `inputs` coordinates become whole numbers.
+SIMT_INLINE void tile_make_whole(unsigned inputs, const tile_whole *whole, float *tile) {
+  for (unsigned i = simt_thread(); i < TILE_SUM_LANES * TILE_TOKENS; i += simt_threads())
+    whole->sums[i] = tile_squares(tile, i / TILE_TOKENS, i % TILE_TOKENS, 0, inputs);
+  simt_sync_block();
+  for (unsigned t = simt_thread(); t < TILE_TOKENS; t += simt_threads()) {
+    const float squares = tile_sum(whole->sums, t), length = simt_root(squares);
+    const bool none = squares < TILE_DENSE_SQUARE_LEAST;
+    whole->scales[t] = none ? 0 : length / TILE_DENSE_ROW_LENGTH;
+    whole->factors[t] = none ? 0 : TILE_DENSE_ROW_LENGTH / length;
+  }
+  simt_sync_block();
+  for (unsigned i = simt_thread(); i < inputs * TILE_TOKENS; i += simt_threads()) {
+    float *number = tile + i / TILE_TOKENS * TILE_STRIDE + i % TILE_TOKENS;
+    const float factor = whole->factors[i % TILE_TOKENS], sum = *number * factor + TILE_WHOLE_MAGIC;
+    *number = simt_float(factor == 0 ? 0 : (uint32_t)(int32_t)(int16_t)(uint16_t)simt_bits(sum));
+  }
+  simt_sync_block();
+}
+
+// Rows become a matrix's outputs, of their first `inputs` coordinates, and `added` [dim] (NULL: nothing). The matrix
+// is i16 [input][output], then f32 scales [dim]. A thread has an output.
+SIMT_INLINE void tile_multiply(const uint8_t *matrix, unsigned dim, unsigned inputs, const float *added,
+                               const tile_whole *whole, float *tile) {
+  const unsigned c = simt_thread();
+  const int16_t *words = (const int16_t *)(const void *)matrix;
+  const float *scales = (const float *)(const void *)(words + dim * dim);
+  const float more = added != NULL && c < dim ? added[c] : 0;
+  tile_make_whole(inputs, whole, tile);
+  for (unsigned g = 0; g < TILE_GROUPS; g++) {
+    float *at = tile + g * TILE_GROUP_TOKENS;
+    int32_t sums[TILE_GROUP_TOKENS];
+    SIMT_UNROLL
+    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) sums[t] = 0;
+    for (unsigned j = 0; c < dim && j < inputs; j++) {
+      const int32_t factor = words[j * dim + c];
+      SIMT_UNROLL
+      for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
+        if (t % 4 != 0) continue;
+        const simt_quad four = simt_load_quad(at + j * TILE_STRIDE + t);
+        SIMT_UNROLL
+        for (unsigned i = 0; i < 4; i++) sums[t + i] += factor * (int32_t)four.words[i];
+      }
+    }
+    simt_sync_block();  // all have read the group
+    SIMT_UNROLL
+    for (unsigned t = 0; t < TILE_GROUP_TOKENS; t++) {
+      const float scale = c < dim ? scales[c] * whole->scales[g * TILE_GROUP_TOKENS + t] : 0;
+      if (c < dim) at[c * TILE_STRIDE + t] = (float)sums[t] * scale + more;
+    }
+  }
+  simt_sync_block();
+}
+
 // ---- The transform of data-free codes (engine/codec/hadamard.h) ----
 
 // 1 / sqrt(size), a power of two.

@@ -20,6 +20,7 @@ typedef struct dense_rows {
   _Alignas(64) int16_t words[BATCH * QKV_DIM_MAX + 2 * LANES];  // [rows][dim]
   float scales[BATCH];
   int32_t shares[BATCH];
+  const float *added;  // [dim], to outputs
 } dense_rows;
 
 // out [dim], and up to 2 * LANES more, of a row less the mean.
@@ -39,13 +40,17 @@ static void words_of_row(const float *row, const float *mean, size_t dim, float 
 // Sums of `count` rows from row `first` on become outputs, vectors [v, v + across); both are constants.
 INLINE void put_tile(const qkv_dense *matrix, const dense_rows *x, size_t first, size_t count, size_t v,
                      size_t across, const bytes *sums, float *rows) {
+  lanes added[ACROSS];
   rows += first * matrix->dim;
+  UNROLL
+  for (size_t k = 0; k < across; k++) added[k] = load_within(x->added, (v + k) * LANES, matrix->dim);
   UNROLL
   for (size_t i = 0; i < count; i++) {
     UNROLL
     for (size_t k = 0; k < across; k++) {
       const lanes scale = load_lanes(matrix->scales + (v + k) * LANES) * x->scales[first + i];
-      put_outputs(to_lanes(sums[i * across + k]) * scale, (v + k) * LANES, matrix->dim, rows + i * matrix->dim);
+      const lanes output = to_lanes(sums[i * across + k]) * scale + added[k];
+      put_outputs(output, (v + k) * LANES, matrix->dim, rows + i * matrix->dim);
     }
   }
 }
@@ -186,9 +191,10 @@ static void multiply_vectors_paired(const qkv_dense *matrix, const dense_rows *x
 #endif
 
 static void multiply_batch(const qkv_dense *matrix, size_t coordinates, size_t count, const float *mean,
-                           float *rows) {
+                           const float *added, float *rows) {
   const size_t dim = matrix->dim, vectors = (coordinates + LANES - 1) / LANES;
   dense_rows x;
+  x.added = added;
   size_t v = 0;
   float factors[BATCH];
   find_scales(rows, mean, dim, count, factors, x.scales);
@@ -211,9 +217,10 @@ QKV_DECLARE_MULTIPLY_INTEGER(VARIANT(qkvi_multiply_integer)) {
   static const float zeros[QKV_DIM_MAX];
   assert(coordinates <= matrix->outputs && matrix->outputs <= matrix->dim);
   if (mean == NULL) mean = zeros;
+  if (added == NULL) added = zeros;
   for (size_t i = 0; i < n; i += BATCH, rows += BATCH * matrix->dim) {
     const size_t count = n - i < BATCH ? n - i : BATCH;
-    multiply_batch(matrix, coordinates, count, mean, rows);
+    multiply_batch(matrix, coordinates, count, mean, added, rows);
   }
 }
 

@@ -9,17 +9,19 @@
 #include "engine/kernel/x86/lane_sums.h"
 
 #if defined(__AVX2__)
-// Numbers [j, j + LANES) of a row less the mean, zeros behind the row's end.
-INLINE lanes load_centred(const float *row, const float *mean, size_t j, size_t dim) {
+// Numbers [j, j + LANES) of a row, zeros behind its end.
+INLINE lanes load_within(const float *row, size_t j, size_t dim) {
 #if LANES == 16
-  if (j + LANES > dim) {
-    const __mmask16 mask = j < dim ? 0x00ff : 0;
-    return (lanes)_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, row + j), _mm512_maskz_loadu_ps(mask, mean + j));
-  }
+  if (j + LANES > dim) return (lanes)_mm512_maskz_loadu_ps(j < dim ? 0x00ff : 0, row + j);
 #else
   if (j >= dim) return (lanes){0};
 #endif
-  return load_lanes(row + j) - load_lanes(mean + j);
+  return load_lanes(row + j);
+}
+
+// The same less the mean.
+INLINE lanes load_centred(const float *row, const float *mean, size_t j, size_t dim) {
+  return load_within(row, j, dim) - load_within(mean, j, dim);
 }
 
 // The squares of a row less the mean.

@@ -264,6 +264,7 @@ static void test_truncation_everywhere(void **state) {
 }
 
 int main(void) {
+  error_most = CODER_WHOLE_OFF;
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_a_range_ends_where_the_coder_changes),
       cmocka_unit_test(test_attention_over_all_kinds),

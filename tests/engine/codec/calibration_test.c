@@ -198,7 +198,8 @@ static void parts_are_found_again(void **state) {
           for (size_t i = 0; i < 32; i++) back[i] = row[i] = (float)(i * i);
           qkv_transform_forward(transform, back, 1, transform->schedule->dim);
           qkv_transform_inverse(transform, back, 1, transform->schedule->dim);
-          for (size_t i = 0; i < transform->schedule->dim; i++) assert_true(fabsf(row[i] - back[i]) <= 0.2f);
+          // Of lengths of 2600, both ways (kernel/dense.h).
+          for (size_t i = 0; i < transform->schedule->dim; i++) assert_true(fabsf(row[i] - back[i]) <= 0.31f);
           seed++;
         }
       }

@@ -27,6 +27,10 @@ static inline long double coder_frame_angle(const qkv_rope *rope, const qkv_tran
   return (long double)(centre / tokens * tokens + tokens / 2) * frequency;
 }
 
+// How far decoded rows of dense coders may be off, relative to their lengths: they come back in whole numbers
+// (kernel/dense.h), by matrices that stretch some rows by 9 times as much as others.
+#define CODER_WHOLE_OFF 5e-4
+
 // One head's transform of keys or of values, and all that it points to.
 typedef struct owned_transform {
   qkv_transform transform;
@@ -34,8 +38,8 @@ typedef struct owned_transform {
   float *matrices;  // analysis, synthesis; NULL: data-free
   float *vectors;   // mean, weights, anchor
   uint16_t pairs[QKV_ANCHOR_PAIRS_MAX];
-  void *whole[2];
-  qkv_dense forward, turning;
+  void *whole[3];
+  qkv_dense forward, backward, turning;
   qkv_turn_plan plan;
 } owned_transform;
 
@@ -99,6 +103,7 @@ static inline void transform_deinit(owned_transform *owned) {
   free(owned->vectors);
   free(owned->whole[0]);
   free(owned->whole[1]);
+  free(owned->whole[2]);
 }
 
 // A matrix [dim][dim] in whole numbers.
@@ -225,10 +230,15 @@ static inline void transform_init(owned_transform *owned, naive_random *random, 
     for (size_t i = 0; i < 2; i++) anchor[2 * (size_t)pairs + i] = (float)(3 * naive_gaussian(random));
     owned->pairs[pairs++] = pair;
   }
+  float *columns = coder_allocate(square, sizeof *columns);
+  for (size_t i = 0; i < square; i++) columns[i] = owned->matrices[square + i % dim * dim + i / dim];
   owned->forward = coder_whole(owned->matrices, dim, &owned->whole[0]);
   owned->turning = coder_whole(owned->matrices + square, dim, &owned->whole[1]);
+  owned->backward = coder_whole(columns, dim, &owned->whole[2]);
+  free(columns);
   owned->transform = (qkv_transform){.schedule = &owned->schedule,
                                      .forward = &owned->forward,
+                                     .backward = &owned->backward,
                                      .turning = &owned->turning,
                                      .analysis = owned->matrices,
                                      .synthesis = owned->matrices + square,
