@@ -88,7 +88,7 @@ static void test_nobody_there(void **state) {
 
 // ---- names ----
 
-enum { RESOLVER_MS = 1500 };
+enum { RESOLVER_MS = 3000 };
 
 static char full[64], listening[64];  // ports of 127.0.0.1, whose queue is full, and where somebody listens
 
@@ -168,8 +168,8 @@ static void test_a_second_address(void **state) {
   while (count < CLIENTS && connect_to(text, 200, &fds[count], &retry, &error) == QKV_OK) count++;
   assert_true(count < CLIENTS);
   const int64_t began = qkv_now_ms();
-  assert_int_equal(connect_to("two.test:1", 2000, &fd, &retry, &error), QKV_OK);
-  assert_in_range(qkv_now_ms() - began, 500, 1900);
+  assert_int_equal(connect_to("two.test:1", 4000, &fd, &retry, &error), QKV_OK);
+  assert_in_range(qkv_now_ms() - began, 1000, 3900);
   close(fd);
   while (count > 0) close(fds[--count]);
   close(dead);
