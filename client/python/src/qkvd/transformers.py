@@ -67,7 +67,8 @@ class QkvdCache(Cache):  # type: ignore[misc]
     mode: "attend" or "fetch".
     session: a name for the sequence, which then outlives this cache: another one of that name, in this process or another,
         goes on where it stands (`generate` skips the tokens that are held). Without it a name is made up, and the session
-        is closed with the cache. Further sequences of a batch add "/1", "/2", ... to the name.
+        is closed with the cache. Further sequences of a batch add "/1", "/2", ... to the name. Not for beams: which session
+        a sequence is in changes with them.
     bits, policy, durability: as of `Client.open`; `policy=qkvd.EXACT` keeps rows as they come.
 
     Batches may be padded on the left. Beams and other changes of the batch fork sessions: what two have in common is held
