@@ -6,6 +6,7 @@ daemon's processor time, and each line says who has the processors meanwhile: th
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import statistics
@@ -24,6 +25,8 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5, help="daemons, one after the other")
     parser.add_argument("--turns", type=int, default=4, help="looks of each, alone and with the other tenant")
     parser.add_argument("--seconds", type=float, default=2, help="of each look")
+    parser.add_argument("--apart", action="store_true", help="the daemon has one half of the processors, the clients the other: "
+                        "as on machines of their own, what the other tenant's client takes of a processor is not the daemon's")
     return parser.parse_args()
 
 
@@ -70,8 +73,15 @@ def main():
                 self.count += 1
 
     shares, of_time = [], []
+    processors = sorted(os.sched_getaffinity(0))
+    half = len(processors) // 2
+    if options.apart and half == 0:
+        sys.exit("shares.py: --apart needs two processors")
+    if options.apart:
+        os.sched_setaffinity(0, processors[half:])  # later threads and processes, too
+    before = functools.partial(os.sched_setaffinity, 0, processors[:half]) if options.apart else None
     for _ in range(options.rounds):
-        with Daemon("--memory-budget", "4GiB", "--calibrate-tokens", "0") as daemon:
+        with Daemon("--memory-budget", "4GiB", "--calibrate-tokens", "0", before=before) as daemon:
             decoders = [Decoder(daemon, number) for number in range(STREAMS)]
             for decoder in decoders:
                 decoder.start()
