@@ -46,10 +46,9 @@ bool qkvi_sweep(void *context, const qkvi_session *session) {
   qkvi_index_unpack(storage->index, number);
   pthread_mutex_unlock(&storage->lock);
   qkvi_load_session(storage, number, NULL, NULL);
-  const bool loaded = !qkvi_index_unloaded(storage->index, number, &unloaded);
-  if (loaded) sweep_records(storage, &needs, number);
+  sweep_records(storage, &needs, number);  // those that have been put since it was unloaded, at least
   qkvi_needs_deinit(&needs);
-  return loaded;
+  return !qkvi_index_unloaded(storage->index, number, &unloaded);
 }
 
 // Sessions are unloaded while they are open: one that is not known has been closed.
