@@ -43,9 +43,9 @@ static void free_lineage(qkvi_session *session) {
     lines->cuts = earlier;
   }
   free((void *)lines->ordered);
-  free(lines->limits);
-  free(lines->parent_limits);
-  free(lines->reach);
+  qkvi_positions_deinit(&lines->limits);
+  qkvi_positions_deinit(&lines->parent_limits);
+  qkvi_positions_deinit(&lines->reach);
   free(lines);
 }
 
@@ -86,7 +86,7 @@ static lineage *need_lines(qkvi_session *session) {
 // Once nothing of it is left.
 static void drop_lines(qkvi_session *session) {
   const lineage *lines = lines_of(session);
-  if (lines->parent == NULL && lines->heirs == NULL && lines->cuts == NULL && lines->limits == NULL)
+  if (lines->parent == NULL && lines->heirs == NULL && lines->cuts == NULL && lines->layers == 0)
     free_lineage(session);
 }
 
@@ -131,10 +131,9 @@ static void bury(qkvi_sessions *sessions, qkvi_session *session) {
   qkvi_numbered_remove(&sessions->known, session);
 }
 
-static uint64_t *copy_limits(const uint64_t *limits, uint32_t layers) {
-  uint64_t *copy = qkvi_checked(calloc(layers, sizeof *copy));
-  memcpy(copy, limits, layers * sizeof *copy);
-  return copy;
+// A layer that a session does not inherit has the limit 0.
+static uint64_t limit_of(const lineage *lines, uint32_t layer) {
+  return layer < lines->layers ? qkvi_positions_at(&lines->limits, layer) : 0;
 }
 
 static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
@@ -154,13 +153,11 @@ static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *ent
   lineage *lines = own_lines(heir);
   const lineage *above = own_lines(parent);
   lines->layers = entry->layers;
-  lines->limits = copy_limits(entry->positions, entry->layers);
-  lines->reach = copy_limits(entry->positions, entry->layers);
-  if (above->limits == NULL) return QKV_OK;
-  // A layer that the parent does not inherit has the limit 0.
-  lines->parent_limits = qkvi_checked(calloc(lines->layers, sizeof *lines->parent_limits));
-  const uint32_t both = lines->layers < above->layers ? lines->layers : above->layers;
-  memcpy(lines->parent_limits, above->limits, both * sizeof *lines->parent_limits);
+  qkvi_positions_init(&lines->limits, entry->positions, entry->layers);
+  qkvi_positions_init(&lines->reach, entry->positions, entry->layers);
+  for (uint32_t layer = 0; layer < lines->layers; layer++)
+    qkvi_positions_set(&lines->parent_limits, lines->layers, layer, limit_of(above, layer));
+  qkvi_positions_pack(&lines->parent_limits, lines->layers);
   return QKV_OK;
 }
 
@@ -235,20 +232,26 @@ static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_jo
   lines->cuts = cut;
   for (uint32_t layer = 0; layer < lines->layers; layer++) {
     if (entry->layer != QKV_LAYER_ALL && entry->layer != layer) continue;
-    if (lines->limits[layer] > entry->position) lines->limits[layer] = entry->position;
+    if (qkvi_positions_at(&lines->limits, layer) > entry->position)
+      qkvi_positions_set(&lines->limits, lines->layers, layer, entry->position);
   }
+  qkvi_positions_pack(&lines->limits, lines->layers);
 }
 
 // ---- Lost tokens ----
 
+static uint64_t reach_at(const qkvi_session *heir, uint32_t layer) {
+  return qkvi_positions_at(&own_lines(heir)->reach, layer);
+}
+
 // It only ever shrinks: a fork takes no more than the session itself has.
 static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
   const lineage *lines = own_lines(session);
-  const uint64_t most = lines->reach[layer];
-  uint64_t reach = session->dead ? 0 : lines->limits[layer];
+  const uint64_t most = qkvi_positions_at(&lines->reach, layer);
+  uint64_t reach = session->dead ? 0 : qkvi_positions_at(&lines->limits, layer);
   for (const qkvi_session *heir = lines->heirs; heir != NULL && reach < most; heir = own_lines(heir)->older) {
     if (layer >= own_lines(heir)->layers) continue;
-    const uint64_t limit = own_lines(heir)->parent_limits[layer], own = own_lines(heir)->reach[layer];
+    const uint64_t limit = qkvi_positions_at(&own_lines(heir)->parent_limits, layer), own = reach_at(heir, layer);
     const uint64_t both = limit < own ? limit : own;
     if (both > reach) reach = both;
   }
@@ -265,7 +268,7 @@ static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach)
   for (const qkvi_session *other = lines_of(own_lines(heir)->parent)->heirs; other != NULL && time_of(other) > after;
        other = own_lines(other)->older) {
     if (other != heir && time_of(other) < before && layer < own_lines(other)->layers &&
-        own_lines(other)->reach[layer] >= reach)
+        reach_at(other, layer) >= reach)
       return true;
   }
   return false;
@@ -273,13 +276,14 @@ static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach)
 
 // Recomputes how far a session and its heirs reach; true: no sibling reaches what they have lost.
 static bool shrink(qkvi_session *session) {
-  const lineage *lines = lines_of(session);
+  lineage *lines = own_lines(session);
   bool lost = false;
-  for (uint32_t layer = 0; layer < lines->layers; layer++) {
-    const uint64_t before = lines->reach[layer];
-    lines->reach[layer] = reach_of(session, layer);
-    if (lines->reach[layer] < before && !lost) lost = !is_reached(session, layer, before);
+  for (uint32_t layer = 0; lines != NULL && layer < lines->layers; layer++) {
+    const uint64_t before = reach_at(session, layer), reach = reach_of(session, layer);
+    qkvi_positions_set(&lines->reach, lines->layers, layer, reach);
+    if (reach < before && !lost) lost = !is_reached(session, layer, before);
   }
+  if (lines != NULL) qkvi_positions_pack(&lines->reach, lines->layers);
   return lost;
 }
 
@@ -470,8 +474,7 @@ static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t 
   for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) {
     for (; cut != NULL && cut->time > time_of(heir); cut = cut->earlier) lower(limits, layers, cut);
     for (uint32_t layer = 0; layer < own_lines(heir)->layers; layer++) {
-      const uint64_t both =
-          own_lines(heir)->reach[layer] < limits[layer] ? own_lines(heir)->reach[layer] : limits[layer];
+      const uint64_t own = reach_at(heir, layer), both = own < limits[layer] ? own : limits[layer];
       if (both > reach[layer]) reach[layer] = both;
     }
   }
@@ -504,14 +507,16 @@ void qkvi_view_deinit(qkvi_view *view) {
 
 bool qkvi_view_up(qkvi_view *view) {
   const qkvi_session *heir = view->owner;
-  if (lines_of(heir)->parent == NULL || lines_of(heir)->limits == NULL) return false;
+  if (lines_of(heir)->parent == NULL || lines_of(heir)->layers == 0) return false;
   if (view->from == NULL) {
     view->layers = lines_of(heir)->layers;
-    view->limits = copy_limits(lines_of(heir)->limits, lines_of(heir)->layers);
+    view->limits = qkvi_checked(malloc(view->layers * sizeof *view->limits));
+    for (uint32_t layer = 0; layer < view->layers; layer++) view->limits[layer] = limit_of(own_lines(heir), layer);
   } else {
     // Through the last heir: what the owner had when that heir was forked.
     for (uint32_t layer = 0; layer < view->layers; layer++) {
-      const uint64_t limit = layer < own_lines(view->from)->layers ? own_lines(view->from)->parent_limits[layer] : 0;
+      const lineage *from = own_lines(view->from);
+      const uint64_t limit = layer < from->layers ? qkvi_positions_at(&from->parent_limits, layer) : 0;
       if (limit < view->limits[layer]) view->limits[layer] = limit;
     }
   }
@@ -535,7 +540,9 @@ void qkvi_sessions_run(qkvi_sessions *sessions, qkvi_sweep_fn *sweep, void *cont
     qkvi_session *session = list[count];
     lineage *lines = own_lines(session);
     if (lines == NULL) continue;
-    for (uint32_t layer = 0; layer < lines->layers; layer++) lines->reach[layer] = reach_of(session, layer);
+    for (uint32_t layer = 0; layer < lines->layers; layer++)
+      qkvi_positions_set(&lines->reach, lines->layers, layer, reach_of(session, layer));
+    qkvi_positions_pack(&lines->reach, lines->layers);
     free((void *)lines->ordered);
     lines->ordered = NULL;
     forget_cuts(session);
@@ -631,7 +638,7 @@ static void group_heirs(qkvi_needs *needs) {
     uint64_t *reach = needs->reach + (count - 1) * needs->layers;
     needs->times[count - 1] = time_of(heir);
     for (uint32_t layer = 0; layer < own_lines(heir)->layers; layer++) {
-      if (own_lines(heir)->reach[layer] > reach[layer]) reach[layer] = own_lines(heir)->reach[layer];
+      if (reach_at(heir, layer) > reach[layer]) reach[layer] = reach_at(heir, layer);
     }
   }
   needs->count = count;

@@ -3,17 +3,18 @@
 #define QKV_STORAGE_SESSIONS_INTERNAL_H
 
 #include "storage/cuts.h"
+#include "storage/positions.h"
 #include "storage/sessions.h"
 
 // What a session has only with a parent, heirs or cuts.
 typedef struct lineage {
-  uint64_t time;            // of the session
-  uint32_t depth;           // length of the chain of forks
-  uint32_t layers;          // of a fork
-  uint32_t used_heirs;      // those that are not quiet
-  uint64_t *limits;         // of each layer; NULL: not a fork, or only the tree counts
-  uint64_t *parent_limits;  // those of the parent when this was forked; NULL: it has none
-  uint64_t *reach;          // how far its view and those of its heirs go into the parent's own records
+  uint64_t time;        // of the session
+  uint32_t depth;       // length of the chain of forks
+  uint32_t layers;      // of a fork; 0: it is none, or only the tree counts
+  uint32_t used_heirs;  // those that are not quiet
+  qkvi_positions limits;
+  qkvi_positions parent_limits;  // those of the parent when this was forked; 0 where that is no fork
+  qkvi_positions reach;          // how far its view and those of its heirs go into the parent's own records
   qkvi_session *parent;
   qkvi_session *heirs;          // the newest first
   qkvi_session *newer, *older;  // among the parent's heirs

@@ -1,7 +1,7 @@
-"""Resident memory of many sessions that are sunk, and the first attend of each of some: by hand, with the environment of an
-e2e test (ctest --test-dir build/release -V -N -R e2e/folded prints it):
+"""Resident memory of many sessions that are sunk, or of forks of one session that stays in memory, and the first attend of
+each of some: by hand, with the environment of an e2e test (ctest --test-dir build/release -V -N -R e2e/folded prints it):
 
-    python3 tests/e2e/folded_memory.py [SESSIONS [TOKENS]]
+    python3 tests/e2e/folded_memory.py [SESSIONS [TOKENS [forks]]]
 """
 
 import random
@@ -19,6 +19,7 @@ from qkv.v1 import model_pb2
 
 SESSIONS = int(sys.argv[1]) if len(sys.argv) > 1 else 10000
 TOKENS = int(sys.argv[2]) if len(sys.argv) > 2 else 64
+FORKS = "forks" in sys.argv[3:]
 LAYERS, DIM, CLIENTS, ATTENDS = 32, 16, 4, 300
 
 
@@ -27,14 +28,22 @@ def resident(daemon):
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
 
 
+def make(stub, name, rows, first_id):
+    ids = [(first_id + j) % 100000 for j in range(TOKENS)]
+    stub.OpenSession(kv.OpenSessionRequest(session=name, model="m"), timeout=TIMEOUT)
+    items = [kv.Item(session=name, layer=layer, position=0, k=rows, v=rows, token_ids=ids) for layer in range(LAYERS)]
+    stub.Append(iter([kv.AppendRequest(items=items)]), timeout=TIMEOUT)
+
+
 def fill(stub, first, rows):
     """Every CLIENTS-th session, from the first one on."""
     for i in range(first, SESSIONS, CLIENTS):
-        name, ids = f"session-{i}", [(i * 7 + j) % 100000 for j in range(TOKENS)]
-        stub.OpenSession(kv.OpenSessionRequest(session=name, model="m"), timeout=TIMEOUT)
-        items = [kv.Item(session=name, layer=layer, position=0, k=rows, v=rows, token_ids=ids) for layer in range(LAYERS)]
-        stub.Append(iter([kv.AppendRequest(items=items)]), timeout=TIMEOUT)
-        stub.CloseSession(kv.CloseSessionRequest(session=name, keep=True), timeout=TIMEOUT)
+        name = f"session-{i}"
+        if FORKS:
+            stub.Fork(kv.ForkRequest(session="parent", fork=name), timeout=TIMEOUT)
+        else:
+            make(stub, name, rows, i * 7)
+            stub.CloseSession(kv.CloseSessionRequest(session=name, keep=True), timeout=TIMEOUT)
 
 
 def attend(stub):
@@ -55,8 +64,12 @@ def run(fold_after, directory):
         stub.RegisterModel(model_pb2.RegisterModelRequest(model=model_pb2.Model(
             name="m", layers=LAYERS, kv_heads=1, q_heads=1, key_dim=DIM, value_dim=DIM, dtype=FP16,
             policy=model_pb2.CodecPolicy(recent_window=0, bits_k=4, bits_v=4))), timeout=TIMEOUT)
-        before = resident(daemon)
         rows = tensor(np.random.default_rng(1).standard_normal((TOKENS, 1, DIM)).astype(np.float32), FP16)
+        if FORKS:
+            make(stub, "parent", rows, 0)
+            while min(stub.GetSession(kv.GetSessionRequest(session="parent"), timeout=TIMEOUT).durable) < TOKENS:
+                time.sleep(0.1)
+        before = resident(daemon)
         clients = [threading.Thread(target=fill, args=(stub, first, rows)) for first in range(CLIENTS)]
         for client in clients:
             client.start()
