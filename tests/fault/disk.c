@@ -126,10 +126,18 @@ static bool has_file(const disk_names *names, const disk_file *file) {
   return false;
 }
 
+// Of changes of names the first ones may become durable: a file that is made and removed may come back.
+static bool may_get_name(const fault_disk *disk, const disk_file *file) {
+  for (size_t i = 0; i < disk->change_count; i++) {
+    if (disk->changes[i].file == file) return true;
+  }
+  return has_file(&disk->now, file) || has_file(&disk->durable, file);
+}
+
 static void forget_files(fault_disk *disk) {
   for (size_t i = 0; i < FILES_MAX; i++) {
     disk_file *file = disk->files[i];
-    if (file == NULL || file->opened > 0 || has_file(&disk->now, file) || has_file(&disk->durable, file)) continue;
+    if (file == NULL || file->opened > 0 || may_get_name(disk, file)) continue;
     free_file(file);
     disk->files[i] = NULL;
   }
