@@ -169,8 +169,7 @@ MUTANTS = [
      "    if ((cut->time < time) == (entry->record < cut->watermark)) tokens",
      "    if (time > 0 && entry->record < cut->watermark) tokens", "storage/forks"),
     ("an heir's truncation does not lower its limits", "storage/sessions.c",
-     "    if (lines->limits[layer] > entry->position) lines->limits[layer] = entry->position;\n",
-     "    (void)session;\n",
+     "      qkvi_positions_set(&lines->limits, lines->layers, layer, entry->position);\n", "      (void)session;\n",
      "storage/forks"),
     # ---- Prefixes ----
     ("a fork is found by all of its parent's pages", "engine/cache/prefix_index.c",
