@@ -9,8 +9,9 @@
 #include "client/c/place.h"
 #include "engine/base/pool.h"
 
-// Bytes of pages in one message: small enough for any daemon's limit-message, large enough to be quick.
-enum { MESSAGE_BYTES = 4 << 20, IMAGE_ALIGN = 64 };
+// Bytes of pages in one message: small enough for any daemon's limit-message, large enough to be quick. The first one
+// is small, as nothing is sent while it is coded, and each has up to twice as many as the one before.
+enum { MESSAGE_BYTES = 4 << 20, FIRST_BYTES = 256 << 10, IMAGE_ALIGN = 64 };
 
 typedef struct encoding encoding;
 
@@ -37,6 +38,7 @@ struct encoding {
   uint64_t hash;    // of its calibration
   uint64_t tokens;  // that become pages
   size_t page_bytes, pages_max;
+  size_t pages_next;  // of the next message, at most
   message_slots messages[2];
   qkv_client_page *sent;
   uint8_t *images;
@@ -77,7 +79,8 @@ static void encode_page(void *context) {
 // Begins to code the pages of the message whose first token is `first`.
 static void begin_message(encoding *all, message_slots *message, uint64_t first) {
   const uint64_t left = (all->tokens - first) / QKV_PAGE_TOKENS;
-  message->count = left < all->pages_max ? (size_t)left : all->pages_max;
+  message->count = left < all->pages_next ? (size_t)left : all->pages_next;
+  all->pages_next = 2 * all->pages_next < all->pages_max ? 2 * all->pages_next : all->pages_max;
   (void)pthread_mutex_lock(&all->lock);
   all->running += message->count;
   (void)pthread_mutex_unlock(&all->lock);
@@ -204,6 +207,8 @@ static qkv_code make_slots(encoding *all, unsigned threads, qkv_call_error *erro
   const uint64_t pages = all->tokens / QKV_PAGE_TOKENS;
   all->pages_max = MESSAGE_BYTES / place > 0 ? MESSAGE_BYTES / place : 1;
   if (pages < all->pages_max) all->pages_max = (size_t)pages;
+  all->pages_next = FIRST_BYTES / place > 0 ? FIRST_BYTES / place : 1;
+  if (all->pages_next > all->pages_max) all->pages_next = all->pages_max;
   assert(all->pages_max > 0);  // what is encoded are whole pages
   all->images = aligned_alloc(IMAGE_ALIGN, 2 * all->pages_max * place);
   all->sent = calloc(all->pages_max, sizeof *all->sent);

@@ -151,23 +151,37 @@ static qkv_status check_shape(const qkv_page_code *code, const qkv_tensor *tenso
                   name, tensor->dims[0], tensor->dims[1], tensor->dims[2], QKV_PAGE_TOKENS, heads, dim);
 }
 
-// Rows in the model's dtype, dense.
+// One row as a page is made of it, in the model's dtype, rotated where `rotate`; `index` is of its token and head.
+static qkv_status convert_row(const qkv_page_code *code, const qkv_tensor *tensor, qkv_part part,
+                              const int64_t index[2], uint64_t position, bool rotate, uint8_t *out,
+                              qkv_error *error) {
+  float row[QKV_DIM_MAX];
+  const size_t dim = qkvi_part_dim(&code->model, part);
+  qkv_tensor_row(tensor, index[0], index[1], row);
+  if (rotate) qkv_rope_forward(&code->model.rope, row, position + (uint64_t)index[0]);
+  for (size_t i = 0; i < dim; i++) {
+    if (fabsf(row[i]) <= QKV_ROW_MAX) continue;
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "%s[%" PRId64 ", %" PRId64 ", %zu] is %g%s, allowed are -%g to %g",
+                    part == QKV_K ? "k" : "v", index[0], index[1], i, (double)row[i], rotate ? " after RoPE" : "",
+                    (double)QKV_ROW_MAX, (double)QKV_ROW_MAX);
+  }
+  qkv_from_float(code->model.dtype, row, out, dim);
+  return QKV_OK;
+}
+
+// Rows in the model's dtype, dense. A token's rows are copied where they stay as they are.
 static qkv_status convert(const qkv_page_code *code, const qkv_tensor *tensor, qkv_part part, uint64_t position,
                           bool rotate, uint8_t *out, qkv_error *error) {
-  float row[QKV_DIM_MAX];
-  const size_t dim = qkvi_part_dim(&code->model, part), size = dim * qkv_dtype_size(code->model.dtype);
+  const size_t size = qkvi_part_dim(&code->model, part) * qkv_dtype_size(code->model.dtype);
   for (int64_t token = 0; token < tensor->dims[0]; token++) {
+    const bool same = !rotate && tensor->dtype == code->model.dtype && qkv_tensor_within(tensor, token, QKV_ROW_MAX);
     for (int64_t head = 0; head < tensor->dims[1]; head++, out += size) {
-      qkv_tensor_row(tensor, token, head, row);
-      if (rotate) qkv_rope_forward(&code->model.rope, row, position + (uint64_t)token);
-      for (size_t i = 0; i < dim; i++) {
-        if (fabsf(row[i]) <= QKV_ROW_MAX) continue;
-        return qkv_fail(error, QKV_INVALID_ARGUMENT,
-                        "%s[%" PRId64 ", %" PRId64 ", %zu] is %g%s, allowed are -%g to %g", part == QKV_K ? "k" : "v",
-                        token, head, i, (double)row[i], rotate ? " after RoPE" : "", (double)QKV_ROW_MAX,
-                        (double)QKV_ROW_MAX);
+      const int64_t index[] = {token, head};
+      if (same) {
+        qkv_tensor_row_raw(tensor, token, head, out);
+      } else {
+        QKV_TRY(convert_row(code, tensor, part, index, position, rotate, out, error));
       }
-      qkv_from_float(code->model.dtype, row, out, dim);
     }
   }
   return QKV_OK;

@@ -47,6 +47,15 @@ static void close_session(qkv_client *in, const char *session) {
   scene_ok(qkv_client_close_session(in, session, NULL, &error), &error);
 }
 
+static uint64_t length_of(const char *session) {
+  qkv_call_error error = {0};
+  qkv_client_session_info info;
+  scene_ok(qkv_client_get_session(client, session, &info, &error), &error);
+  const uint64_t length = info.lengths[0];
+  qkv_free(info.lengths);
+  return length;
+}
+
 // ---- Pages of a session, kept ----
 
 enum { PAGES_MAX = 32, IMAGE_MAX = 1 << 14 };
@@ -177,6 +186,37 @@ static void test_encoded_with_token_ids(void **state) {
   close_session(client, "ids");
 }
 
+// Messages begin small, so that the link has something to carry while the others are coded: those before a row that
+// is refused have been appended, and sending all again continues behind them.
+static void test_encoded_message_by_message(void **state) {
+  (void)state;
+  enum { MANY = 200 * 64 };
+  qkv_call_error error = {0};
+  uint64_t appended, again;
+  float *k = calloc(MANY, K_ROW * sizeof *k), *v = calloc(MANY, V_ROW * sizeof *v);
+  assert_non_null(k);
+  assert_non_null(v);
+  for (size_t i = 0; i < (size_t)MANY * K_ROW; i++) k[i] = (&scene_k[0][0][0])[i % (sizeof scene_k / sizeof *k)];
+  for (size_t i = 0; i < (size_t)MANY * V_ROW; i++) v[i] = (&scene_v[0][0][0])[i % (sizeof scene_v / sizeof *v)];
+  open_session(client, "many", 1, 1);
+  const qkv_client_item item = {
+      .session = "many",
+      .k = {QKV_CLIENT_FP32, 3, {MANY, KV_HEADS, KEY_DIM}, {0}, k, (size_t)MANY * K_ROW * sizeof *k},
+      .v = {QKV_CLIENT_FP32, 3, {MANY, KV_HEADS, VALUE_DIM}, {0}, v, (size_t)MANY * V_ROW * sizeof *v}};
+  float *const last = &v[(size_t)(MANY - 100) * V_ROW + 5];
+  *last = 1e9f;
+  assert_int_equal(qkv_client_append_encoded(client, &item, 2, &appended, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "v[28, 0, 5] is 1e+09"));  // of its page
+  assert_in_range(appended, 64, MANY - 128);
+  assert_int_equal(length_of("many"), appended);
+  *last = 0;
+  scene_ok(qkv_client_append_encoded(client, &item, 2, &again, &error), &error);
+  assert_int_equal(appended + again, MANY);
+  close_session(client, "many");
+  free(k);
+  free(v);
+}
+
 // ---- From another daemon ----
 
 static void keep_calibration(qkv_client *in, const qkv_calibration *calibration) {
@@ -260,15 +300,6 @@ static void test_from_another_daemon(void **state) {
 }
 
 // ---- Rules ----
-
-static uint64_t length_of(const char *session) {
-  qkv_call_error error = {0};
-  qkv_client_session_info info;
-  scene_ok(qkv_client_get_session(client, session, &info, &error), &error);
-  const uint64_t length = info.lengths[0];
-  qkv_free(info.lengths);
-  return length;
-}
 
 static void refused(const char *session, const qkv_client_page *pages, size_t count, qkv_code code,
                     const char *text) {
@@ -453,6 +484,7 @@ int main(void) {
       cmocka_unit_test(test_from_another_daemon),
       cmocka_unit_test(test_encoded_with_a_calibration),
       cmocka_unit_test(test_encoded_with_token_ids),
+      cmocka_unit_test(test_encoded_message_by_message),
       cmocka_unit_test(test_places),
       cmocka_unit_test(test_hostile_pages),
       cmocka_unit_test(test_items_with_pages),

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include "engine/base/tensor.h"
 #include "tests/client/c/coded_scene.h"
 
 enum { PAGES_MAX = 16, PAGE = 64, THREADS = 4 };
@@ -205,6 +206,21 @@ static qkv_client_rows_to_code rows_of(uint32_t layer, size_t begin, size_t end)
   return (qkv_client_rows_to_code){.layer = layer, .position = begin, .k = item.k, .v = item.v};
 }
 
+// The same rows in fp16, which is the model's.
+static qkv_client_rows_to_code halves_of(uint32_t layer, size_t begin, size_t end, uint16_t *space) {
+  qkv_client_rows_to_code rows = rows_of(layer, begin, end);
+  qkv_client_tensor *parts[] = {&rows.k, &rows.v};
+  for (size_t part = 0; part < 2; part++) {
+    const size_t count = parts[part]->bytes / sizeof(float);
+    qkv_from_float(QKV_FP16, parts[part]->data, (uint8_t *)space, count);
+    parts[part]->dtype = QKV_CLIENT_FP16;
+    parts[part]->data = space;
+    parts[part]->bytes = count * sizeof *space;
+    space += count;
+  }
+  return rows;
+}
+
 // Pages that are coded here and appended are those that the daemon codes of the same rows.
 static void coded_of(int purpose) {
   qkv_call_error error = {0};
@@ -220,7 +236,9 @@ static void coded_of(int purpose) {
     uint8_t *images = malloc(held.count * (capacity + 1));
     assert_non_null(images);
     for (size_t i = 0; i < held.count; i++) {
-      const qkv_client_rows_to_code rows = rows_of(layer, i * PAGE, (i + 1) * PAGE);
+      uint16_t halves[PAGE * (K_ROW + V_ROW)];
+      const qkv_client_rows_to_code rows =
+          i % 2 == 0 ? rows_of(layer, i * PAGE, (i + 1) * PAGE) : halves_of(layer, i * PAGE, (i + 1) * PAGE, halves);
       scene_ok(qkv_page_encode(code, &rows, images + i * (capacity + 1), capacity, &pages[i], &error), &error);
       assert_int_equal(pages[i].tokens, PAGE);
       assert_int_equal(pages[i].calibration_hash, held.pages[i].calibration_hash);
@@ -276,6 +294,11 @@ static void test_what_encode_refuses(void **state) {
   assert_int_equal(qkv_page_encode(code, &rows, image, capacity, &page, &error), QKV_INVALID_ARGUMENT);
   assert_non_null(strstr(error.text, "k[0, 1, 1] is nan"));
   assert_int_equal(page.bytes, 0);
+  uint16_t halves[2 * (K_ROW + V_ROW)];
+  rows = halves_of(0, 0, 2, halves);
+  halves[2 * K_ROW + V_ROW + VALUE_DIM + 3] = 0x7c00;
+  assert_int_equal(qkv_page_encode(code, &rows, image, capacity, &page, &error), QKV_INVALID_ARGUMENT);
+  assert_non_null(strstr(error.text, "v[1, 1, 3] is inf"));
   free(image);
   qkv_page_code_free(&code);
   close_session("s");
