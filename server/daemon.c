@@ -441,6 +441,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .limits = read_account_limits,
       .limits_context = daemon,
       .retier_all = options->tier_thresholds != NULL,
+      .archive_codec = qkv_server_options_archive_codec(options),
       .choose_device = daemon->gpus != NULL ? qkvi_gpus_choose : NULL,
       .devices = daemon->gpus,
       .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),

@@ -126,6 +126,10 @@ const qkv_option qkv_server_option_table[] = {
     {"codec-v", QKV_OPTION_STRING, AT(codec_v), NULL, 0, 0, "NAME",
      "Codec of values, where it differs from that of keys; neither may then be embedded or exact. Without it "
      "--codec."},
+    {"archive-codec", QKV_OPTION_STRING, AT(archive_codec), "ecsq", 0, 0, "NAME",
+     "Codec of keys and values in place of embedded, where neither model nor session names one, of sessions to be "
+     "fetched that are opened while a calibration is in force, have no tiers and no quality contract, and can leave "
+     "memory: of durability async or sync, or of retention evict. embedded: that of --codec."},
     {"bits", QKV_OPTION_REAL, AT(bits), "0", 0, 0, "BITS",
      "Bits per coordinate where neither model nor session says; 0: 4, or where the codec has no 4 bits 8 or 2. "
      "embedded takes eighths up to 8, as an average: with a calibration, keys or values, layers and heads that err "
@@ -268,7 +272,8 @@ static qkv_status find_codec(const char *option, const char *name, const qkv_cod
 }
 
 static qkv_status check_codecs(const qkv_server_options *values, qkv_error *error) {
-  const qkv_codec *codec = NULL, *codec_v = NULL;
+  const qkv_codec *codec = NULL, *codec_v = NULL, *archive_codec = NULL;
+  QKV_TRY(find_codec("archive-codec", values->archive_codec, &archive_codec, error));
   QKV_TRY(find_codec("codec", values->codec, &codec, error));
   QKV_TRY(find_codec("codec-v", values->codec_v, &codec_v, error));
   assert(codec != NULL);  // it has a default
@@ -492,6 +497,11 @@ qkv_policy qkv_server_options_policy(const qkv_server_options *values) {
   assert(known);
   (void)known;
   return policy;
+}
+
+const qkv_codec *qkv_server_options_archive_codec(const qkv_server_options *values) {
+  const qkv_codec *codec = qkv_codec_by_name(values->archive_codec);
+  return codec->id == QKV_CODEC_EMBEDDED ? NULL : codec;
 }
 
 qkv_status qkv_server_options_read(int argc, char **argv, qkv_server_options *values, qkv_options **set,

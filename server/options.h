@@ -52,6 +52,7 @@ typedef struct qkv_server_options {
   int64_t limit_queue;          // jobs that wait for the compute pool
   const char *codec;            // what sessions and models fall back to
   const char *codec_v;          // of values; NULL: codec
+  const char *archive_codec;    // of sessions that are fetched (qkv_store_open)
   double bits;                  // per coordinate, the same; 0: the codec's default
   double bits_k, bits_v;        // the same for one of the two; 0: `bits`
   int64_t sink_tokens;          // first tokens kept as outliers, the same
@@ -123,6 +124,9 @@ qkv_retier_policy qkv_server_options_retier(const qkv_server_options *values);
 
 // What models and sessions fall back to.
 qkv_policy qkv_server_options_policy(const qkv_server_options *values);
+
+// Of sessions that are fetched (qkv_store_open); NULL: that of the policy.
+const qkv_codec *qkv_server_options_archive_codec(const qkv_server_options *values);
 
 // The heap that keys and values lie in.
 qkv_heap_config qkv_server_options_heap(const qkv_server_options *values);

@@ -12,7 +12,7 @@
 #include "engine/codec/rope_check.h"
 
 enum {
-  KINDS_MAX = QKV_LEARNER_KINDS + QKV_PROBATION_RUNGS,
+  KINDS_MAX = QKV_LEARNER_KINDS + QKV_PROBATION_RUNGS + QKV_PROBATION_RUNGS / 2,
   ROPE_LAYERS = 8,
   ROPE_HEADS = 4,
   TRY_AFTER = 64,     // pages, counted over all layers, after a trial that failed,
@@ -180,7 +180,8 @@ static bool has_kind(const qkv_kind *kinds, size_t count, const qkv_kind *kind) 
   return false;
 }
 
-// The rungs of the model's own policy and what was noted, each once; [KINDS_MAX]. With the state's lock.
+// The rungs of the model's own policy, those to be fetched by the archive codec, too, and what was noted, each once;
+// [KINDS_MAX]. With the state's lock.
 static size_t list_kinds(const qkv_learner *learner, qkv_kind *kinds) {
   const size_t noted = learner->kinds_noted < QKV_LEARNER_KINDS ? learner->kinds_noted : QKV_LEARNER_KINDS;
   qkv_kind rungs[QKV_PROBATION_RUNGS];
@@ -188,6 +189,9 @@ static size_t list_kinds(const qkv_learner *learner, qkv_kind *kinds) {
   qkv_probation_rungs(&learner->model->policy, rungs);
   for (size_t i = 0; i < QKV_PROBATION_RUNGS; i++) {
     if (!has_kind(kinds, count, &rungs[i])) kinds[count++] = rungs[i];
+    if (rungs[i].purpose == QKV_PURPOSE_FETCH && qkv_model_archive(learner->model, &rungs[i].policy) &&
+        !has_kind(kinds, count, &rungs[i]))
+      kinds[count++] = rungs[i];
   }
   for (size_t i = 0; i < noted; i++) kinds[count++] = learner->kinds[i];
   return count;

@@ -226,6 +226,26 @@ qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *sess
   return QKV_OK;
 }
 
+// Whether a layer that the session's policy codes has what is embedded's alone.
+static bool has_embedded_only(const qkv_policy *policy) {
+  return policy->anchor.kind != QKV_ANCHOR_NONE || policy->low_rank.mode != QKV_LOW_RANK_OFF;
+}
+
+bool qkv_model_archive(const qkv_model *model, qkv_policy *policy) {
+  qkv_policy archived = *policy;
+  archived.codec = model->archive_codec;
+  if (archived.codec == NULL || model->asked.codec != NULL || policy->codec->id != QKV_CODEC_EMBEDDED) return false;
+  for (uint32_t i = 0; i < model->override_count; i++) {
+    const qkv_policy layer = qkv_model_policy(model, model->overrides[i].layer, policy);
+    if (model->overrides[i].policy.codec == NULL && has_embedded_only(&layer)) return false;
+  }
+  if (has_embedded_only(policy) || qkv_policy_check(&archived, NULL) != QKV_OK ||
+      qkv_model_policy_check(model, &archived, NULL) != QKV_OK)
+    return false;
+  *policy = archived;
+  return true;
+}
+
 qkv_status qkv_model_calibrate(const qkv_model *model, const qkv_calibration *calibration,
                                qkv_calibration_source source, bool trusted, qkv_error *error) {
   const qkv_calibration_shape shape = qkv_model_calibration_shape(model);

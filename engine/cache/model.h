@@ -50,6 +50,8 @@ typedef struct qkv_model {
   double soft_cap;          // 0: none
   qkv_policy policy;
   qkv_policy asked;  // that of its registration, before the store's was merged into it; no part of equality
+  const qkv_codec
+      *archive_codec;  // of sessions that are fetched (below), the store's; NULL: none. No part of equality
   qkv_layer_override *overrides;  // at most one for each layer, in their order; borrowed
   uint32_t override_count;
   // The calibration of pages to come; NULL: data-free for ever. Borrowed, no part of equality.
@@ -68,6 +70,9 @@ qkv_policy qkv_model_policy(const qkv_model *model, uint32_t layer, const qkv_po
 // Completes a session's own policy by the model's. In sessions of another tenant than the model's, rows teach its
 // calibration only where the session's own policy says so.
 void qkv_model_merge_policy(const qkv_model *model, const char *tenant, qkv_policy *session);
+// Gives a resolved policy, whose codec neither the session nor the model has named, the archive codec. Returns
+// whether that is so: there is one, it has the policy's bits, and the policy has nothing that is embedded's alone.
+bool qkv_model_archive(const qkv_model *model, qkv_policy *policy);
 // Checks the policies that the two result in for each layer: INVALID_ARGUMENT "layer 3: policy.bits_k is 16, ...".
 qkv_status qkv_model_policy_check(const qkv_model *model, const qkv_policy *session, qkv_error *error);
 

@@ -1,9 +1,10 @@
 // Probation: a calibration is tried on held-out traffic (holdout.h) before pages are coded with it.
 //
 // The sample's pages are coded with the candidate and with the data-free code, at few bits and at many, for both
-// purposes, and otherwise as sessions are (kinds). Measured are, for each layer and KV head, the errors of attention
-// (probe.h) with the keys' codes alone, with the values' and with both, and the worst error of a row. A part (keys in
-// the attend frame, keys in the archive frame, values) is kept where with every kind
+// purposes, by the archive codec, too (model.h), and otherwise as sessions are (kinds). Measured are, for each layer
+// and KV head, the errors of attention (probe.h) with the keys' codes alone, with the values' and with both, and the
+// worst error of a row. A part (keys in the attend frame, keys in the archive frame, values) is kept where with every
+// kind
 //
 //   - its squared error of attention is below QKV_PROBATION_BETTER times that of the data-free code, or below
 //     QKV_PROBATION_NOTHING: what is not clearly better may be worse, for so small a sample, and falling back costs

@@ -50,6 +50,7 @@ typedef struct qkv_session_config {
   uint64_t id;                  // as the backing knows it: unique for ever
   uint64_t ttl_ms;              // unused for so long, it has expired; 0: never
   bool evictable;               // it may be closed where something is full: its owner's business
+  bool archived;                // its codec may be the archive codec, if nothing names one (store.h). Not used here
   bool staged;                  // only the client that opened it knows it yet (store.h)
   bool pinned;                  // nothing of it leaves memory
   bool retier_all;              // tiers follow attention, whatever tier_bits is (server/retier.h). The store's

@@ -66,7 +66,7 @@ static entry *create(const qkv_session_config *config, const qkv_model *model, q
   own->name = NULL;
   made->kind.root = qkv_prefix_root(own->tenant, model->name, NULL, 0);
   own->id = own->ttl_ms = own->whole = own->parent_truncations = 0;
-  own->pinned = own->staged = false;
+  own->pinned = own->staged = own->archived = false;
   own->root = (qkv_prefix_hash){0};
   own->headroom = NULL;
   return made;

@@ -10,7 +10,8 @@
 #include "engine/cache/session.h"
 
 typedef struct qkvi_session_kind {
-  qkv_session_config config;  // name NULL; id, root, ttl_ms, pinned, staged, whole, parent_truncations, headroom zero
+  qkv_session_config
+      config;  // name NULL; id, root, ttl_ms, pinned, staged, whole, parent_truncations, archived, headroom zero
   const qkv_model *model;
   qkv_arena *arena;
   qkv_prefix_hash root;  // of its tenant and model, without a salt

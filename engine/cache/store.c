@@ -223,6 +223,7 @@ static qkv_status register_model(qkv_store *store, const qkv_model *model, bool 
   qkv_model resolved = *model;
   QKV_TRY(qkv_model_resolve(&resolved, error));
   resolved.asked = resolved.policy;
+  resolved.archive_codec = store->config.archive_codec;
   qkv_policy_merge(&resolved.policy, &store->config.policy);
   QKV_TRY(qkv_policy_check(&resolved.policy, error));
   QKV_TRY(qkv_model_policy_check(&resolved, &resolved.policy, error));
@@ -407,11 +408,17 @@ static qkv_status check_place(qkv_store *store, const qkv_session_config *config
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use", store->config.sessions_max);
 }
 
+void qkv_store_resolve(const qkv_model *model, const qkv_session_config *config, qkv_policy *policy) {
+  const bool archived = config->archived && config->purpose == QKV_PURPOSE_FETCH && policy->codec == NULL;
+  qkv_model_merge_policy(model, config->tenant, policy);
+  if (archived && qkv_calibration_slot_version(model->calibration) != 0) (void)qkv_model_archive(model, policy);
+}
+
 static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_account *account,
                               const char *model_name, qkv_session **out, qkv_error *error) {
   model_entry *model = find_visible(store, config->tenant, model_name);
   if (model == NULL) return not_found("model", config->tenant, model_name, error);
-  qkv_model_merge_policy(&model->model, config->tenant, &config->policy);
+  qkv_store_resolve(&model->model, config, &config->policy);
   QKV_TRY(qkv_policy_check(&config->policy, error));
   QKV_TRY(qkv_model_policy_check(&model->model, &config->policy, error));
   config->pool = store->config.pool;

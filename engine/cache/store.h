@@ -21,7 +21,8 @@ typedef struct qkv_store_config {
   uint64_t prefixes_max;          // pages of 64 token ids that are indexed (prefix_index.h); 0: none
   qkv_account_limits_fn *limits;  // of tenants (accounts.h); NULL: none have any
   void *limits_context;
-  bool retier_all;  // tiers of all sessions follow attention (server/retier.h)
+  bool retier_all;                 // tiers of all sessions follow attention (server/retier.h)
+  const qkv_codec *archive_codec;  // of sessions that are `archived`, below; NULL: as of others
   // The device of a new session's layers, which outlives the store; NULL: there are none. Forks have their parent's.
   qkv_device *(*choose_device)(void *devices);
   void *devices;
@@ -82,8 +83,12 @@ void qkv_store_each_model(qkv_store *store, const char *tenant,
 // The model is that of qkv_store_model for the config's tenant: NOT_FOUND. The session's name ALREADY_EXISTS;
 // "limit-sessions", "memory-budget" (for what a session takes when it is empty) and the tenant's account
 // RESOURCE_EXHAUSTED; limits INVALID_ARGUMENT. `*out` is a reference that the caller returns with qkv_session_unref.
+// Where config->archived and purpose is FETCH, a session whose codec nobody has named gets the archive codec, if a
+// calibration of its model is in force at that time: it has been tried with that codec, too (learner.h).
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);
+// What it would do to the policy of the config, which it resolves.
+void qkv_store_resolve(const qkv_model *model, const qkv_session_config *config, qkv_policy *policy);
 // A session with config->staged: no client finds it by its name, which another may take meanwhile, until it is
 // published. qkv_store_list has it, Match does not. ALREADY_EXISTS where the name is open, here or when it is
 // published; NOT_FOUND where it has been closed.

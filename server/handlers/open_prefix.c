@@ -8,10 +8,18 @@
 
 enum { PAGE = QKV_PREFIX_PAGE, TRIES = 3 };
 
-// Whether the holder's pages are the same as the new session's would be: `context` is its resolved config.
+// What is wanted of a holder of a prefix.
+typedef struct wanted_holder {
+  const qkv_session_config *config;  // of the new session, resolved
+  qkv_policy before;                 // its policy, if no calibration were in force
+} wanted_holder;
+
+// Whether the holder's pages are such as the new session's would be, or would have been when it was opened.
 static bool suits(const void *context, qkv_session *holder) {
-  const qkv_session_config *wanted = context, *held = qkv_session_config_of(holder);
-  return held->purpose == wanted->purpose && qkv_policy_equal(&held->policy, &wanted->policy) &&
+  const wanted_holder *all = context;
+  const qkv_session_config *wanted = all->config, *held = qkv_session_config_of(holder);
+  return held->purpose == wanted->purpose &&
+         (qkv_policy_equal(&held->policy, &wanted->policy) || qkv_policy_equal(&held->policy, &all->before)) &&
          held->durability == wanted->durability && held->keep_full == wanted->keep_full &&
          held->max_attention_error == wanted->max_attention_error && held->first_position == 0;
 }
@@ -79,9 +87,11 @@ uint64_t qkvi_open_prefix(const qkv_rpc_call *call, const qkv_session_config *co
   qkv_error ignored = {0};
   *session = NULL;
   if (qkv_store_model(daemon->store, config->tenant, model_name, &model, &ignored) != QKV_OK) return 0;
-  qkv_model_merge_policy(model, config->tenant, &wanted.policy);
+  wanted_holder of = {.config = &wanted, .before = config->policy};
+  qkv_model_merge_policy(model, config->tenant, &of.before);
+  qkv_store_resolve(model, config, &wanted.policy);
   for (int i = 0; i < TRIES; i++) {
-    qkvi_held_prefix held = qkvi_prefix_find(daemon, &wanted.root, ids, count, suits, &wanted);
+    qkvi_held_prefix held = qkvi_prefix_find(daemon, &wanted.root, ids, count, suits, &of);
     if (held.session == NULL) return 0;
     const bool forked = fork_holder(call, &held, &wanted, ids, session);
     qkv_session_unref(&held.session);

@@ -55,6 +55,14 @@ static qkv_status read_tiers(const qkv_server_options *options, const Qkv__V1__O
                   config->tier_bits, 1.0 / QKV_TIER_BIT, QKV_DEPTH_MAX);
 }
 
+// Whether the codec of a session that is fetched may be the archive codec, of whose pages no planes can be dropped:
+// nothing asks for that, and where memory runs short its pages go to the SSD, or it is closed.
+static bool may_archive(const qkv_daemon *daemon, const qkv_session_config *config) {
+  return config->purpose == QKV_PURPOSE_FETCH && config->tier_bits == 0 && !config->keep_full &&
+         config->max_attention_error == 0 && daemon->options->tier_thresholds == NULL &&
+         (config->evictable || config->durability != QKV_DURABILITY_MEMORY);
+}
+
 qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request,
                             qkv_session_config *config, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
@@ -82,6 +90,7 @@ qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSession
   QKV_TRY(
       qkvi_retention_read(request->retention, qkv_server_options_evict(daemon->options), &config->evictable, error));
   QKV_TRY(read_tiers(daemon->options, request, config, error));
+  config->archived = may_archive(daemon, config);
   QKV_TRY(qkvi_policy_read(request->policy, &config->policy, error));
   qkv_server_options_keep_out(daemon->options, config->tenant, &config->policy);
   return QKV_OK;

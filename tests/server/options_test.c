@@ -143,6 +143,7 @@ static void values_out_of_limits(void **out) {
       {"--bits-k=9", "--bits-k is 9, allowed are multiples of 0.125 up to 8"},
       {"--bits=-1", "--bits is -1, allowed are multiples of 0.125 up to 8"},
       {"--codec=zip", "--codec is zip, known are embedded, exact, kivi, "},
+      {"--archive-codec=zip", "--archive-codec is zip, known are embedded, exact, kivi, "},
       {"--codec-v=zip", "--codec-v is zip, known are embedded, exact, kivi, "},
       {"--codec-v=kivi", "--codec-v is kivi and --codec is embedded: embedded codes keys and values together"},
       {"--bits=2.3", "--bits is 2.3, allowed are multiples of 0.125 up to 8"},
@@ -201,6 +202,15 @@ static void codecs(void **out) {
     assert_true(policy.bits_k == rows[i].bits_k && policy.bits_v == rows[i].bits_v);
     qkv_options_destroy(&set);
   }
+  qkv_server_options values;
+  qkv_options *set;
+  qkv_error error = {0};
+  assert_int_equal(read_options((const char *[]){NULL}, &values, &set, &error), QKV_OK);
+  assert_string_equal(qkv_server_options_archive_codec(&values)->name, "ecsq");
+  qkv_options_destroy(&set);
+  assert_int_equal(read_options((const char *[]){"--archive-codec=embedded", NULL}, &values, &set, &error), QKV_OK);
+  assert_null(qkv_server_options_archive_codec(&values));
+  qkv_options_destroy(&set);
   expect_refusal((const char *[]){"--codec=pq", "--bits=3", NULL}, "--bits is 3, allowed are 1, 2 and 4 with pq");
 }
 
