@@ -189,9 +189,11 @@ static size_t list_kinds(const qkv_learner *learner, qkv_kind *kinds) {
   qkv_probation_rungs(&learner->model->policy, rungs);
   for (size_t i = 0; i < QKV_PROBATION_RUNGS; i++) {
     if (!has_kind(kinds, count, &rungs[i])) kinds[count++] = rungs[i];
-    if (rungs[i].purpose == QKV_PURPOSE_FETCH && qkv_model_archive(learner->model, &rungs[i].policy) &&
-        !has_kind(kinds, count, &rungs[i]))
-      kinds[count++] = rungs[i];
+    qkv_kind archived = rungs[i];
+    archived.otherwise = rungs[i].policy.codec;
+    if (archived.purpose == QKV_PURPOSE_FETCH && qkv_model_archive(learner->model, &archived.policy) &&
+        !has_kind(kinds, count, &archived))
+      kinds[count++] = archived;
   }
   for (size_t i = 0; i < noted; i++) kinds[count++] = learner->kinds[i];
   return count;

@@ -264,8 +264,10 @@ static qkv_status measure_layer(const trial *all, qkv_coding *const codings[SIDE
 static qkv_status measure_kind(const trial *all, const qkv_calibration *candidate, size_t kind, qkv_error *error) {
   const qkv_probation *what = all->what;
   const qkv_kind *as = &what->kinds[kind];
+  qkv_policy otherwise = as->policy;
+  if (as->otherwise != NULL) otherwise.codec = as->otherwise;
   qkv_coding *codings[SIDES] = {qkv_coding_get(all->model, &as->policy, as->purpose, candidate),
-                                qkv_coding_get(all->model, &as->policy, as->purpose, NULL)};
+                                qkv_coding_get(all->model, &otherwise, as->purpose, NULL)};
   qkv_status status = QKV_OK;
   for (uint32_t layer = 0; layer < all->model->layers && status == QKV_OK; layer++) {
     if (atomic_load(what->cancelled)) status = qkv_fail(error, QKV_CANCELLED, "it was called off");

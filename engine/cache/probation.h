@@ -1,7 +1,8 @@
 // Probation: a calibration is tried on held-out traffic (holdout.h) before pages are coded with it.
 //
 // The sample's pages are coded with the candidate and with the data-free code, at few bits and at many, for both
-// purposes, by the archive codec, too (model.h), and otherwise as sessions are (kinds). Measured are, for each layer
+// purposes, by the archive codec, too (model.h; the data-free code is then what sessions have without a calibration),
+// and otherwise as sessions are (kinds). Measured are, for each layer
 // and KV head, the errors of attention (probe.h) with the keys' codes alone, with the values' and with both, and the
 // worst error of a row. A part (keys in the attend frame, keys in the archive frame, values) is kept where with every
 // kind
@@ -52,6 +53,7 @@ qkv_holdout_shape qkv_probation_sample(const qkv_model *model);
 typedef struct qkv_kind {
   qkv_policy policy;
   qkv_purpose purpose;
+  const qkv_codec *otherwise;  // codec of the data-free code that it is compared with; NULL: the policy's
 } qkv_kind;
 
 // The policy at QKV_RUNG_MANY and at QKV_RUNG_FEW bits, where its codecs have them, for both purposes.
