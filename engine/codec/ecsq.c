@@ -15,7 +15,8 @@ static size_t ecsq_head_bytes(const qkv_part_coder *coder) {
 // The water level for so many bits, in sixteenths of an octave: what is above it adds up to them.
 static int water_level(const int32_t *levels, size_t dim, unsigned tier) {
   const int64_t wanted = (int64_t)tier * 2 * (int64_t)dim;
-  int level = 16 * 64;
+  int level = levels[0];
+  for (size_t j = 1; j < dim; j++) level = levels[j] > level ? levels[j] : level;
   for (;; level--) {
     int64_t above = 0;
     for (size_t j = 0; j < dim; j++) above += levels[j] > level ? levels[j] - level : 0;
@@ -26,15 +27,21 @@ static int water_level(const int32_t *levels, size_t dim, unsigned tier) {
 // What a row's codes are expected to cost, by the contexts' place: contexts are four sixteenths apart, and what codes
 // cost is smooth.
 static void fill_expected(ecsq_head *head, size_t dim) {
-  enum { APART = 4, LAST = ECSQ_EXPECTED + APART };
+  enum { APART = 4, LAST = ECSQ_EXPECTED + APART };  // contexts are sixteenths >> 2
   const int32_t *levels = ecsq_levels(head, dim);
-  uint32_t costs[LAST + 1] = {0};
+  uint32_t costs[LAST + 1] = {0}, at[ECSQ_CONTEXTS + APART * ECSQ_CUT_MAX];
+  const int last = (int)(sizeof at / sizeof *at) - 1;
+  for (int i = 0; i <= last; i++) {
+    unsigned cut;
+    const ecsq_steps steps = {.context = APART * (i + ECSQ_LEAST)};
+    at[i] = qkvi_ecsq.expected[ecsq_context(&steps, 0, &cut)];
+    at[i] += cut << 8;
+  }
   for (int i = 0; i <= LAST; i++) {
-    const ecsq_steps steps = {.context = i - APART / 2 - ECSQ_EXPECTED / 2 - head->level};
+    const int first = i - APART / 2 - ECSQ_EXPECTED / 2 - head->level;
     for (size_t j = 0; j < dim; j++) {
-      unsigned cut;
-      const unsigned context = ecsq_context(&steps, levels[j], &cut);
-      costs[i] += qkvi_ecsq.expected[context] + (cut << 8);
+      const int place = ((levels[j] + first) >> 2) - ECSQ_LEAST;
+      costs[i] += at[place < 0 ? 0 : place > last ? last : place];
     }
   }
   for (int i = 0; i < ECSQ_EXPECTED; i++) {
