@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +24,7 @@ typedef struct turn {
 } turn;
 
 struct qkv_phases {
+  uint64_t number;  // no other has it; not 0
   qkv_rope rope;
   uint32_t pairs;
   double magnitude;
@@ -135,7 +137,9 @@ static void fill_waves(qkv_phases *phases) {
 
 qkv_phases *qkv_phases_create(const qkv_rope *rope) {
   assert(rope->theta != 0 && rope->width > 0);
+  static atomic_uint_least64_t created;
   qkv_phases *phases = array(1, sizeof *phases);
+  phases->number = atomic_fetch_add_explicit(&created, 1, memory_order_relaxed) + 1;
   phases->rope = *rope;
   phases->pairs = rope->width / 2;
   phases->magnitude = qkv_rope_magnitude(rope);
@@ -240,6 +244,25 @@ static void find_centre(const qkv_phases *phases, uint64_t position, uint32_t pa
   *sine = (float)centre.s * scale;
 }
 
+// Of all pairs of a page. A thread keeps those of the last page, whose heads follow each other: 64 pairs take as long
+// as 20 rows do to be turned.
+typedef struct page_centre {
+  uint64_t phases, position;  // whose; 0: of none
+  float scale;
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+} page_centre;
+
+static const page_centre *centre_of(const qkv_phases *phases, uint64_t position, float scale) {
+  static _Thread_local page_centre kept;
+  if (kept.phases == phases->number && kept.position == position && kept.scale == scale) return &kept;
+  kept.phases = phases->number;
+  kept.position = position;
+  kept.scale = scale;
+  for (uint32_t pair = 0; pair < phases->pairs; pair++)
+    find_centre(phases, position, pair, scale, &kept.cosines[pair], &kept.sines[pair]);
+  return &kept;
+}
+
 // direction 1 or -1; `scale` multiplies what turned. Where frequencies change, row by row.
 static void turn_unsteady(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
                           float scale, float *rows) {
@@ -262,10 +285,10 @@ static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens
                       float scale, float *rows) {
   assert(tokens <= QKV_PAGE_TOKENS && phases->rope.width <= dim);
   if (!steady(phases, position)) return turn_unsteady(phases, position, tokens, dim, direction, scale, rows);
-  float centre_c[QKV_DIM_MAX / 2], centre_s[QKV_DIM_MAX / 2], cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
   const size_t pairs = phases->pairs;
-  for (uint32_t pair = 0; pair < pairs; pair++)
-    find_centre(phases, position, pair, scale, &centre_c[pair], &centre_s[pair]);
+  const page_centre *centre = centre_of(phases, position, scale);
+  const float *centre_c = centre->cosines, *centre_s = centre->sines;
   for (size_t t = 0; t < tokens; t++) {
     const float *slot_c = phases->slot_cosines + t * pairs, *slot_s = phases->slot_sines + t * pairs;
     for (size_t i = 0; i < pairs; i++) {
@@ -302,18 +325,44 @@ static double frame_angle(const qkv_phases *phases, const qkv_turn_plan *plan, u
   return (double)qkv_turn_middle(qkv_turn_block(position, level), level) * phases->frequencies[pair];
 }
 
+// Of all pairs of a page: the frame's turn, and that from there to the centre. As page_centre.
+typedef struct page_frame {
+  uint64_t phases, position;
+  qkv_turn_plan plan;
+  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
+  double rest_cosines[QKV_DIM_MAX / 2], rest_sines[QKV_DIM_MAX / 2];
+} page_frame;
+
+static const page_frame *frame_of(const qkv_phases *phases, const qkv_turn_plan *plan, uint64_t position) {
+  static _Thread_local page_frame kept;
+  static const qkv_turn_plan by_page = {.rule = QKV_TURN_PAGE};
+  if (plan == NULL) plan = &by_page;
+  if (kept.phases == phases->number && kept.position == position && memcmp(&kept.plan, plan, sizeof *plan) == 0)
+    return &kept;
+  kept.phases = phases->number;
+  kept.position = position;
+  kept.plan = *plan;
+  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
+    const double angle = frame_angle(phases, plan, position, pair);
+    const turn at = turn_of(angle), rest = turn_of(angle_at(phases, position + CENTRE, pair) - angle);
+    kept.cosines[pair] = (float)at.c;
+    kept.sines[pair] = (float)at.s;
+    kept.rest_cosines[pair] = rest.c;
+    kept.rest_sines[pair] = rest.s;
+  }
+  return &kept;
+}
+
 static void find_turns(const qkv_phases *phases, const qkv_transform *transform, uint64_t position,
                        frame_turns *turns) {
-  for (uint32_t pair = 0; pair < phases->pairs; pair++) {
-    const turn at = turn_of(frame_angle(phases, transform->plan, position, pair));
-    turns->cosines[pair] = (float)at.c;
-    turns->sines[pair] = (float)at.s;
-    turns->anchor_x[pair] = turns->anchor_y[pair] = 0;
-  }
+  const page_frame *frame = frame_of(phases, transform->plan, position);
+  memcpy(turns->cosines, frame->cosines, phases->pairs * sizeof *turns->cosines);
+  memcpy(turns->sines, frame->sines, phases->pairs * sizeof *turns->sines);
+  memset(turns->anchor_x, 0, phases->pairs * sizeof *turns->anchor_x);
+  memset(turns->anchor_y, 0, phases->pairs * sizeof *turns->anchor_y);
   for (size_t i = 0; i < transform->anchor_pairs; i++) {
     const uint32_t pair = qkv_transform_anchored(transform, i);
-    const double frame = frame_angle(phases, transform->plan, position, pair);
-    const turn at = turn_of(angle_at(phases, position + CENTRE, pair) - frame);
+    const turn at = {frame->rest_cosines[pair], frame->rest_sines[pair]};
     const double x = phases->magnitude * (double)transform->anchor[2 * i];
     const double y = phases->magnitude * (double)transform->anchor[2 * i + 1];
     turns->anchor_x[pair] = (float)(x * at.c - y * at.s);

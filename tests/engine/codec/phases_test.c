@@ -275,12 +275,44 @@ static void keys_and_queries_turn_alike(void **state) {
   }
 }
 
+// What a thread keeps of the last page is that of its phases alone.
+static void models_take_turns(void **state) {
+  (void)state;
+  enum { DIM = 64, MODELS = 2 };
+  static const rope_case models[MODELS] = {{DIM, {.theta = 10000}}, {DIM, {.theta = 500000}}};
+  naive_random random = {55};
+  qkv_phases *phases[MODELS];
+  qkv_rope ropes[MODELS];
+  owned_transform known[MODELS];
+  float rows[TOKENS * DIM], got[TOKENS * DIM], expected[TOKENS * DIM];
+  for (size_t m = 0; m < MODELS; m++) {
+    ropes[m] = resolved(&models[m]);
+    phases[m] = qkv_phases_create(&ropes[m]);
+    transform_init(&known[m], &random, DIM, false, 1, &ropes[m]);
+    known[m].transform.plan = NULL;
+  }
+  fill(&random, rows, TOKENS * DIM);
+  for (size_t i = 0; i < 2 * MODELS; i++) {
+    const size_t m = i % MODELS;
+    memcpy(got, rows, sizeof rows);
+    memcpy(expected, rows, sizeof rows);
+    qkv_phases_forward(phases[m], 37, TOKENS, DIM, got);
+    for (size_t t = 0; t < TOKENS; t++) qkv_rope_forward(&ropes[m], expected + t * DIM, 37 + t);
+    check_rows(got, expected, TOKENS, DIM, 37);
+  }
+  for (size_t i = 0; i < 2 * MODELS; i++)
+    check_page(&random, phases[i % MODELS], &ropes[i % MODELS], &known[i % MODELS].transform, 37);
+  for (size_t m = 0; m < MODELS; m++) {
+    transform_deinit(&known[m]);
+    qkv_phases_destroy(&phases[m]);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(rows_turn_as_one_by_one),
-      cmocka_unit_test(pages_turn_as_defined),
-      cmocka_unit_test(the_walk_does_not_matter),
-      cmocka_unit_test(keys_and_queries_turn_alike),
+      cmocka_unit_test(rows_turn_as_one_by_one),  cmocka_unit_test(pages_turn_as_defined),
+      cmocka_unit_test(the_walk_does_not_matter), cmocka_unit_test(keys_and_queries_turn_alike),
+      cmocka_unit_test(models_take_turns),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
