@@ -215,7 +215,7 @@ void qkvi_session_publish(qkv_session *session, session_working *working, locked
   add_difference(&working->bytes_exact, usage.bytes_exact, before.bytes_exact);
   add_difference(&working->bytes_kept, kept_bytes(&usage), kept_bytes(&before));
   add_difference(&working->bytes_stored, usage.bytes_stored, before.bytes_stored);
-  layer->length = layer->layer.length;
+  atomic_store(qkvi_length_of(layer), layer->layer.length);
   layer->durable = qkv_layer_durable(&layer->layer);
   const bool unsettled = layer->layer.config.backing != NULL && !qkv_layer_is_settled(&layer->layer);
   const bool newly = unsettled && !layer->unsettled;
@@ -237,7 +237,7 @@ static const char *text_of(const char *text) {
 }
 
 static size_t layers_bytes(const qkv_model *model) {
-  return sizeof(session_layers) + model->layers * sizeof(locked_layer);
+  return sizeof(session_layers) + model->layers * (sizeof(locked_layer) + sizeof(_Atomic uint64_t));
 }
 
 // Whether the tiers of the layer's pages are selected by a quality contract.
@@ -374,6 +374,7 @@ static void init_locked(qkv_session *session, session_working *working, uint32_t
   init_layer(session, working, index, create_quality(session, index), &locked->layer);
   atomic_init(&locked->waiting, 0);
   locked->layer.waiting = &locked->waiting;
+  atomic_init(qkvi_length_of(locked), 0);
 }
 
 session_layers *qkvi_session_new_layers(qkv_session *session, session_working *working) {
@@ -690,7 +691,7 @@ void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_
     locked_layer *layer = layer_at(session, i);
     look_again(session, layer);
     qkvi_session_lock_info(layer);
-    if (lengths != NULL) lengths[i] = layer->length;
+    if (lengths != NULL) lengths[i] = atomic_load(qkvi_length_of(layer));
     add_usage(&info->usage, &layer->usage);
     qkvi_session_unlock_info(layer);
   }

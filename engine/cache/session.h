@@ -170,6 +170,8 @@ qkv_status qkv_session_truncate(qkv_session *session, uint64_t position, const u
 void qkv_session_read_info(qkv_session *session, qkv_session_info *info, uint64_t *lengths);
 // The end of the shortest layer, as qkv_session_read_info has it: positions below are held by all layers.
 uint64_t qkv_session_length(qkv_session *session);
+// Asks for the memory of what it reads, for sessions of which a reference is held; NULL: nothing.
+void qkv_session_prefetch_lengths(qkv_session *const *sessions, size_t count);
 // A layer's next position, as of the last change; never waits.
 uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer);
 // For each of model->layers: positions below survive the process, as far as is known (session_spill.h).

@@ -80,7 +80,7 @@ uint64_t qkv_session_layer_length(qkv_session *session, uint32_t layer) {
   if (is_folded(session)) return session->folded_length;
   if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
   qkvi_session_lock_info(layer_at(session, layer));
-  const uint64_t length = layer_at(session, layer)->length;
+  const uint64_t length = atomic_load(qkvi_length_of(layer_at(session, layer)));
   qkvi_session_unlock_info(layer_at(session, layer));
   return length;
 }
@@ -102,11 +102,29 @@ uint64_t qkv_session_length(qkv_session *session) {
   uint64_t length = UINT64_MAX;
   if (is_folded(session)) return session->folded_length;
   if (!qkvi_session_has_layers(session)) return session->kind->config.first_position;
-  for (uint32_t i = 0; i < session->kind->model->layers && length > session->kind->config.first_position; i++) {
-    const uint64_t of_layer = atomic_load(&layer_at(session, i)->length);
+  const uint32_t layers = session->kind->model->layers;
+  const _Atomic uint64_t *lengths = qkvi_session_lengths(atomic_load(&qkvi_working(session)->made), layers);
+  for (uint32_t i = 0; i < layers && length > session->kind->config.first_position; i++) {
+    const uint64_t of_layer = atomic_load(&lengths[i]);
     if (of_layer < length) length = of_layer;
   }
   return length;
+}
+
+// A session's working state has where its layers are, and these have their lengths behind them.
+void qkv_session_prefetch_lengths(qkv_session *const *sessions, size_t count) {
+  enum { LINE = 64 };
+  for (size_t i = 0; i < count; i++) {
+    const session_working *working = sessions[i] == NULL ? NULL : qkvi_working(sessions[i]);
+    if (working != NULL) __builtin_prefetch((const void *)&working->made);
+  }
+  for (size_t i = 0; i < count; i++) {
+    if (sessions[i] == NULL || !qkvi_session_has_layers(sessions[i])) continue;
+    const uint32_t layers = sessions[i]->kind->model->layers;
+    session_layers *made = atomic_load(&qkvi_working(sessions[i])->made);
+    const uint8_t *lengths = (const uint8_t *)qkvi_session_lengths(made, layers);
+    for (size_t at = 0; at < layers * sizeof(uint64_t); at += LINE) __builtin_prefetch(lengths + at);
+  }
 }
 
 void qkv_session_read_durable(qkv_session *session, uint64_t *durable) {

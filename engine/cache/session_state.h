@@ -12,8 +12,8 @@
 #include "engine/cache/session_kind.h"
 #include "engine/cache/trunk.h"
 
-// `length` and `usage` are what the last append or truncation left, under a lock of their own that is held to copy
-// them: a thread that asks for a session's info never waits for one that runs.
+// Its length (qkvi_length_of) and `usage` are what the last append or truncation left, under a lock of their own that
+// is held to copy them: a thread that asks for a session's info never waits for one that runs.
 //
 // `rows` is held by the thread that changes what rows the layer has, its coder or its tail (qkv_layer_access), or
 // that needs them unchanged for longer than it reads the layer: appends while they code pages, truncations, forks. It
@@ -24,7 +24,6 @@ typedef struct locked_layer {
   _Atomic unsigned waiting;  // threads, for one of the two
   qkv_layer layer;
   pthread_mutex_t info_lock;
-  _Atomic uint64_t length;  // written with `info_lock`
   uint64_t durable;
   bool unsettled;
   qkv_layer_usage usage;
@@ -33,8 +32,19 @@ typedef struct locked_layer {
 // What a session gets with its first use.
 typedef struct session_layers {
   uint32_t open[QKV_PREFIX_PAGE];  // of its token ids
-  locked_layer at[];               // model->layers
+  locked_layer at[];               // model->layers, and behind them as many lengths
 } session_layers;
+
+// As they were published, next to each other, because lookups read those of many sessions; and a layer's own, which
+// is written with `info_lock`.
+static inline _Atomic uint64_t *qkvi_session_lengths(session_layers *layers, uint32_t count) {
+  return (_Atomic uint64_t *)(layers->at + count);
+}
+
+static inline _Atomic uint64_t *qkvi_length_of(locked_layer *layer) {
+  const qkv_layer_config *config = &layer->layer.config;
+  return (_Atomic uint64_t *)(layer + (config->model->layers - config->layer)) + config->layer;
+}
 
 // What background work knows of a session's tiers (session_retier.h).
 typedef struct session_tiers {
@@ -146,7 +156,7 @@ static inline locked_layer *layer_at(const qkv_session *session, uint32_t layer)
   return &made->at[layer];
 }
 
-// Of what is published: `length` where it goes with the others, `durable`, `unsettled` and `usage`.
+// Of what is published: the length where it goes with the others, `durable`, `unsettled` and `usage`.
 static inline void qkvi_session_lock_info(locked_layer *layer) {
   const int failed = pthread_mutex_lock(&layer->info_lock);
   assert(failed == 0);

@@ -45,6 +45,7 @@ static void look_up(const qkv_rpc_call *call, const Qkv__V1__HasSessionsRequest 
     const size_t left = request->n_sessions - first, count = left < NAMES_AT_ONCE ? left : NAMES_AT_ONCE;
     qkv_store_find(daemon->store, qkvi_call_tenant(call), (const char *const *)request->sessions + first, count,
                    sessions);
+    if (request->tokens) qkv_session_prefetch_lengths(sessions, count);
     for (size_t i = 0; i < count; i++) {
       if (sessions[i] == NULL) continue;
       look_at(request, sessions[i], first + i, out);
