@@ -165,6 +165,12 @@ static void log_pressure(const qkvi_retierer *retierer, const char *text) {
   qkv_log(QKV_LOG_INFO, text, "{s:I}", "bytes", (json_int_t)used(retierer));
 }
 
+// Where no planes can be dropped a session goes to the SSD in its turn, not once others have lost bits in its place.
+static void evict_whole(const qkvi_retierer *retierer, qkv_session *session) {
+  if (qkv_session_config_of(session)->policy.codec->planes == NULL && retierer->residency != NULL)
+    (void)qkvi_budget_evict_session(retierer->residency, session, mark(retierer, retierer->low));
+}
+
 // The least recently used first. True where one of them is in memory alone: only demotion frees memory of it.
 static bool press_in_order(step *on) {
   qkv_recency *recency = qkv_store_recency(on->retierer->store);
@@ -174,6 +180,7 @@ static bool press_in_order(step *on) {
   while (!spent(on) && !is_low(on->retierer) &&
          (session = qkv_recency_next(recency, QKV_RECENCY_DEMOTABLE)) != NULL) {
     alone |= qkv_session_config_of(session)->backing == NULL;
+    evict_whole(on->retierer, session);
     press_session(on, session);
     qkv_session_unref(&session);
   }

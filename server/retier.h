@@ -3,7 +3,8 @@
 //   towards `tier-bits`    sessions in turn, each layer of each in turn, are brought to the average bits that they
 //                          were opened with, or by `tier-thresholds`, by attention
 //   under pressure         from `memory-high` of the budget until below `memory-low`: the least recently used
-//                          sessions are brought to 3 bits on average, then 2.5, then 2, one after the other
+//                          sessions are brought to 3 bits on average, then 2.5, then 2, one after the other; those
+//                          whose codecs have no planes leave for the SSD in their turn, where there is one
 //
 // Skipped: sessions with a quality contract, and under pressure those that keep pages in full, as nothing would be
 // freed, and those that may be closed instead: a miss is better than a silent loss, and what they hold does not

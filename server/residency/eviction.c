@@ -60,6 +60,13 @@ uint64_t qkvi_budget_evict(qkvi_residency *residency, uint64_t target) {
   return qkvi_eviction_run(residency, target, false);
 }
 
+uint64_t qkvi_budget_evict_session(qkvi_residency *residency, qkv_session *session, uint64_t target) {
+  const uint64_t taken = qkvi_budget_taken(residency);
+  const uint64_t freed = taken > target ? qkv_session_evict(session, taken - target, false) : 0;
+  qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
+  return freed;
+}
+
 // Seals the rows of one session. Rows that stay exact are not tried again (qkv_recency_give_up).
 static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
   const uint64_t before = qkv_session_bytes_exact(session);

@@ -1,9 +1,11 @@
 """The archive codec: what sessions to be fetched are coded by while a calibration is in force, through the real daemon."""
 
+import copy
+
 import numpy as np
 import pytest
 
-from daemon import Daemon
+from daemon import Daemon, wait_for
 from kv import TIMEOUT, Cache
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
@@ -101,6 +103,29 @@ def test_prefixes_of_before_are_found(archive):
         archive.append(0, *archive.mixed(), layer=layer, token_ids=IDS[::-1])
     opened = open_named(archive, "newer", prefix_token_ids=IDS[::-1])
     assert opened.matched_tokens == CODED and opened.info.policy.codec == "ecsq"
+
+
+def test_short_memory_takes_them_to_the_ssd(tmp_path):
+    """In their turn, as the coldest: those that are used more keep their bits."""
+    marks = ("--memory-budget", "2MiB", "--memory-high", "0.6", "--memory-low", "0.5")
+    with Daemon("--data-dir", str(tmp_path / "data"), "--storage-segment", "4MiB", *marks, "--calibrate-tokens",
+                "0") as daemon:
+        cache = Cache(daemon.stub(), "cold", layers=2, key_dim=64, value_dim=64, recent_window=0, bits_k=8, bits_v=8,
+                      policy=POLICY(codec="ecsq"), purpose=kv.PURPOSE_FETCH)
+        for layer in range(2):
+            cache.append(0, *cache.rows(1280), layer=layer)
+        before = everything(cache)
+        wait_for(lambda: min(cache.info().durable) == 1280, "it is not on the SSD")
+        for i in range(5):
+            open_named(cache, f"warm{i}", purpose=kv.PURPOSE_ATTEND, policy=POLICY(codec="embedded", bits_k=4, bits_v=4))
+            warm = copy.copy(cache)
+            warm.name = f"warm{i}"
+            for layer in range(2):
+                warm.append(0, *warm.rows(640), layer=layer)
+            wait_for(lambda: min(warm.info().durable) == 640, "it is not on the SSD")
+        wait_for(lambda: "memory-low is reached" in daemon.log_text(), "memory is still short")
+        assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0 and daemon.metric("qkvd_tier_pages_total") == 0
+        assert same(everything(cache), before)
 
 
 def test_they_are_the_same_after_a_start(tmp_path):
