@@ -100,8 +100,11 @@ static void test_a_fork_is_folded(void **unused) {
   const qkv_page_range *range = range_of(fork, 2, 0);
   const qkv_session_info before = info_of(fork);
   assert_int_equal(before.usage.tokens_cold, 0);
+  const qkv_session_info parent = info_of(s.session);  // which publishes that all of it is shared
+  assert_int_equal(parent.usage.bytes_shared, parent.usage.bytes_coded);
   assert_true(qkv_store_fold(s.store, fork));
-  assert_false(qkv_store_fold(s.store, s.session));  // its pages are in memory for it alone
+  assert_true(qkv_session_may_fold(s.session));
+  assert_false(qkv_store_fold(s.store, s.session));  // its pages are in memory for it alone by now
   assert_true(used(&s) < with_fork - LAYERS * sizeof(locked_layer));
   assert_int_equal(ssd_bytes(&s), ssd);
   assert_true(sums(&s).folded == 1 && sums(&s).folded_pages == 0);
@@ -296,6 +299,18 @@ static void test_rows_of_its_own(void **unused) {
   teardown(&s);
 }
 
+static bool is_listed(const scene *s, const qkv_session *session, qkv_recency_list list) {
+  qkv_recency *recency = qkv_store_recency(s->store);
+  bool found = false;
+  qkv_recency_begin(recency, list);
+  for (qkv_session *next; (next = qkv_recency_next(recency, list)) != NULL;) {
+    found |= next == session;
+    qkv_session_unref(&next);
+  }
+  qkv_recency_end(recency, list);
+  return found;
+}
+
 // All that have the pages are folded; who comes back first has them with who comes back next.
 static void test_all_are_folded(void **unused) {
   (void)unused;
@@ -311,6 +326,7 @@ static void test_all_are_folded(void **unused) {
   unfold(s.session);
   unfold(fork);
   assert_ptr_equal(range_of(fork, 0, 0), range_of(s.session, 0, 0));
+  assert_true(is_listed(&s, fork, QKV_RECENCY_CODED));  // the parent may bring its pages back
   assert_int_equal(ssd_bytes(&s), ssd);
   assert_int_equal(qkv_session_length(s.session), TOKENS);
   assert_true(qkv_store_fold(s.store, fork));
