@@ -322,11 +322,30 @@ static bool *drop_at(const trial *all, uint32_t layer, uint32_t head) {
   return all->drop + ((size_t)layer * all->model->kv_heads + head) * QKV_CALIBRATION_PARTS;
 }
 
+// The archive codec moves bits between heads, so that one head's error with it says little: it is judged over all.
+static bool is_archived(const trial *all, size_t kind) {
+  return all->what->kinds[kind].otherwise != NULL;
+}
+
+static bool archives_are_better(const trial *all) {
+  const size_t heads = (size_t)all->model->layers * all->model->kv_heads;
+  for (size_t kind = 0; kind < all->what->kind_count; kind++) {
+    double candidate = 0, data_free = 0;
+    for (size_t i = kind * heads; is_archived(all, kind) && i < (kind + 1) * heads; i++) {
+      candidate += all->all[i].tried ? all->all[i].both[CANDIDATE] : 0;
+      data_free += all->all[i].tried ? all->all[i].both[DATA_FREE] : 0;
+    }
+    if (candidate > data_free) return false;
+  }
+  return true;
+}
+
 static void judge_head(const trial *all, uint32_t layer, uint32_t head, worst_part *worst) {
   const double worse = all->what->in_force ? QKV_PROBATION_STAYS : 1;
   bool *drop = drop_at(all, layer, head), *forget = &all->forget[(size_t)layer * all->model->kv_heads + head];
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
     const measured *of = measured_at(all, kind, layer, head);
+    if (is_archived(all, kind)) continue;
     *forget |= of->tried && !of->heavy_pays && !all->what->in_force;
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
       if (!uses(of, part)) continue;
@@ -336,6 +355,7 @@ static void judge_head(const trial *all, uint32_t layer, uint32_t head, worst_pa
   }
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
     const measured *of = measured_at(all, kind, layer, head);
+    if (is_archived(all, kind)) continue;
     if (!uses(of, QKV_K) || drop[of->uses[QKV_K]] || !(of->both[CANDIDATE] > worse * of->both[DATA_FREE])) continue;
     if (!uses(of, QKV_V))
       drop[of->uses[QKV_K]] = true;
@@ -523,7 +543,8 @@ static qkv_status judge(const trial *all, qkv_verdict *verdict, const qkv_calibr
   const qkv_status status = trim(all, verdict, &candidate, &left, error);
   qkv_calibration_unref(&candidate);
   sum_up(all, verdict);
-  verdict->accepted = status == QKV_OK && left != NULL && verdict->error < verdict->data_free;
+  verdict->accepted =
+      status == QKV_OK && left != NULL && verdict->error < verdict->data_free && archives_are_better(all);
   if (!verdict->accepted) {
     qkv_calibration_unref(&left);
     return status;

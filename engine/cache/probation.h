@@ -13,6 +13,8 @@
 //   - its worst row errs at most QKV_PROBATION_WORST times as much (squared) as the data-free code's worst one,
 //   - and keys and values together are not worse.
 //
+// By the archive codec, which moves bits between heads, the candidate has to be better over all heads instead.
+//
 // Where it is not, it gets the data-free transform; so one head that is unlike the others, or dead, does not cost the
 // rest. What is left is measured once more, as in the attend frame data-free keys are turned before they are coded
 // and so err by chance otherwise; where it is not better over all heads and kinds, or nothing is left, the candidate
