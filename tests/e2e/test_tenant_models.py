@@ -278,7 +278,8 @@ def test_directory_of_a_daemon_without_models_of_tenants(tmp_path):
                 cache = object.__new__(Cache)
                 cache.stub, cache.name = Tenant(stub, tenant), "s"
                 for array, earlier in zip(cache.fetch(), rows[tenant]):
-                    assert np.array_equal(array, earlier)
+                    # That version multiplied by the calibration's matrices in fp32, later ones do in 16-bit whole numbers.
+                    assert np.abs(array - earlier).max() < 5e-4 * earlier.std()
                 info = cache.info()
                 assert (info.model_tenant, info.policy.self_calibration) == ("default", learns)
             with refused(Code.ALREADY_EXISTS, "the name model-s is taken by a shared model with another key_dim"):

@@ -159,7 +159,7 @@ static void few_bits_are_put_as_many(void **state) {
   naive_random random = {9};
   for (unsigned count = 1; count <= RANS_BITS; count++) {
     for (unsigned round = 0; round < 100; round++) {
-      const uint32_t limit = (RANS_TOTAL >> count) << 20, bits = naive_below(&random, 1u << count);
+      const uint32_t limit = (uint32_t)(RANS_TOTAL >> count) << 20, bits = naive_below(&random, 1u << count);
       const uint32_t x = round < 3 ? limit + round - 1 : RANS_LEAST + naive_below(&random, UINT32_MAX - RANS_LEAST);
       uint8_t bytes[2][4] = {{0}};
       rans_writer a = {.states = {x}, .begin = bytes[0], .at = bytes[0] + 4};
