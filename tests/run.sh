@@ -190,6 +190,7 @@ run_smollm2() {
 
 run_engine() { # name
   build release qkvd
+  build release qkvctl
   client/python/tests/run.sh --engine "$1" --bin build/release/bin
 }
 

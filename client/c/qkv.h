@@ -198,7 +198,7 @@ typedef struct qkv_client_session_info {
   bool evictable;                      // it may be closed where memory, sessions or the SSD are full
   int durability;                      // as in qkv_session_options
   uint64_t tokens_cold, bytes_stored;  // of tokens_coded, those on the SSD alone; bytes of all pages there
-  uint64_t bytes_shared;               // of bytes_coded: of pages that other sessions have, too
+  uint64_t bytes_shared;               // of bytes_coded: of pages that other sessions in use have, too
   // Of the quality contract: asked and achieved, and over how many pages, of which so many missed it.
   double max_attention_error, attention_error;
   uint64_t contract_pages, contract_missed;

@@ -14,7 +14,6 @@
 #if defined(__SANITIZE_THREAD__)
 void *__tsan_get_current_fiber(void);
 void *__tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void *fiber);
 void __tsan_switch_to_fiber(void *fiber, unsigned flags);
 void __tsan_acquire(void *address);
 void __tsan_release(void *address);
@@ -48,7 +47,11 @@ typedef struct fiber {
   void *tsan;
 } fiber;
 
+// What ThreadSanitizer orders by: two in turn, as who leaves late must not be ordered behind who is at the next one.
+typedef char orders[2];
+
 typedef struct meeting {
+  orders orders;
   unsigned present;
   uint64_t number;  // of those that are over
   const char *what, *place;
@@ -74,6 +77,7 @@ typedef struct warp {
 } warp;
 
 typedef struct copy {
+  orders orders;
   simt_gate *gate;
   uint64_t begun, done;
   unsigned count;
@@ -82,6 +86,7 @@ typedef struct copy {
 
 simt_position simt_now;
 static fiber fibers[THREADS_MAX], caller;
+static char all_begin, all_end;  // an order of each, too
 static fiber *running;
 static unsigned alive;
 static warp warps[WARPS_MAX];
@@ -158,9 +163,9 @@ UNSEEN static void run_fiber(void) {
     __sanitizer_finish_switch_fiber(NULL, NULL, NULL);
   }
 #endif
-  TSAN_ACQUIRE(&caller);
+  TSAN_ACQUIRE(&all_begin);
   current->kernel(current->args);
-  TSAN_RELEASE(&caller);
+  TSAN_RELEASE(&all_end);
   running->state = DONE;
   fiber *next = --alive == 0 ? &caller : choose_next();
   if (next == NULL) die(running->place, "a thread has ended that others wait for");
@@ -183,7 +188,7 @@ UNSEEN static void make_fiber(fiber *made) {
   made->state = READY;
   made->place = "its start";
 #if defined(__SANITIZE_THREAD__)
-  made->tsan = __tsan_create_fiber(0);
+  if (made->tsan == NULL) made->tsan = __tsan_create_fiber(0);  // kept: one takes a millisecond to make and remove
 #endif
 }
 
@@ -199,12 +204,9 @@ UNSEEN static void run_block(void) {
 #if defined(__SANITIZE_THREAD__)
   caller.tsan = __tsan_get_current_fiber();
 #endif
-  TSAN_RELEASE(&caller);
+  TSAN_RELEASE(&all_begin);
   switch_to(choose_next());
-  TSAN_ACQUIRE(&caller);
-#if defined(__SANITIZE_THREAD__)
-  for (unsigned i = 0; i < current->threads; i++) __tsan_destroy_fiber(fibers[i].tsan);
-#endif
+  TSAN_ACQUIRE(&all_end);
 }
 
 static void forget_loads(void);
@@ -251,6 +253,15 @@ UNSEEN static bool meet(meeting *at, unsigned first, unsigned count, const char 
   return true;
 }
 
+// As meet(), and a barrier: what threads did before is seen by the others afterwards.
+UNSEEN static bool meet_in_order(meeting *at, unsigned first, unsigned count, const char *what, const char *place) {
+  char *order = &at->orders[at->number % 2];
+  TSAN_RELEASE(order);
+  const bool last = meet(at, first, count, what, place);
+  TSAN_ACQUIRE(order);
+  return last;
+}
+
 UNSEEN static warp *my_warp(void) {
   return &warps[simt_now.thread / SIMT_LANES];
 }
@@ -269,16 +280,12 @@ UNSEEN static unsigned bring(const char *what, const char *place, const gift *mi
 }
 
 UNSEEN void simt_emulate_sync_block(const char *place) {
-  TSAN_RELEASE(&whole_block);
-  (void)meet(&whole_block, 0, current->threads, "a block's barrier", place);
-  TSAN_ACQUIRE(&whole_block);
+  (void)meet_in_order(&whole_block, 0, current->threads, "a block's barrier", place);
 }
 
 UNSEEN void simt_emulate_sync_warp(const char *place) {
-  warp *w = my_warp();
-  TSAN_RELEASE(w);
-  (void)meet(&w->meeting, simt_now.thread / SIMT_LANES * SIMT_LANES, SIMT_LANES, "a warp's barrier", place);
-  TSAN_ACQUIRE(w);
+  const unsigned first = simt_now.thread / SIMT_LANES * SIMT_LANES;
+  (void)meet_in_order(&my_warp()->meeting, first, SIMT_LANES, "a warp's barrier", place);
 }
 
 UNSEEN uint32_t simt_emulate_exchange(const char *place, uint32_t value, unsigned mask) {
@@ -377,20 +384,22 @@ UNSEEN void simt_emulate_copy(const char *place, simt_gate *gate, unsigned piece
   const gift mine = {.piece = {to, from, bytes}};
   warp *w = my_warp();
   bool last;
-  TSAN_RELEASE(w);  // begins with a barrier of the warp
+  char *order = &w->meeting.orders[w->meeting.number % 2];
+  TSAN_RELEASE(order);  // begins with a barrier of the warp
   const unsigned turn = bring("a copy", place, &mine, &last);
-  TSAN_ACQUIRE(w);
+  TSAN_ACQUIRE(order);
   if (!last) return;
   copy *c = find_copy(place, gate);
+  TSAN_RELEASE(&c->orders[c->begun % 2]);
   begin_copy(place, c, w->gifts[turn], pieces, total);
-  TSAN_RELEASE(c);
 }
 
 // As late as can be: when it is waited for.
 UNSEEN static void finish_copy(copy *c) {
-  TSAN_ACQUIRE(c);
+  char *order = &c->orders[c->done % 2];
+  TSAN_ACQUIRE(order);
   for (unsigned i = 0; i < c->count; i++) memcpy(c->pieces[i].to, c->pieces[i].from, c->pieces[i].bytes);
-  TSAN_RELEASE(c);
+  TSAN_RELEASE(order);
   c->done++;
 }
 
@@ -403,7 +412,7 @@ UNSEEN void simt_emulate_copy_wait(const char *place, simt_gate *gate, uint32_t 
     let_others_run(place);
   }
   if (c->done == count) finish_copy(c);
-  TSAN_ACQUIRE(c);
+  TSAN_ACQUIRE(&c->orders[count % 2]);
 }
 
 // ---- Banks ----

@@ -272,6 +272,16 @@ SIMT_KERNEL(mistake_kernel, mistake_args, 64, 1) {
     case 12:  // one byte too far
       simt_shared()[sizeof(copy_shared) + simt_thread() / 63] = 1;
       break;
+    case 13:  // one writes, the other reads, between the same two barriers
+      simt_sync_block();
+      if (simt_thread() == 0) simt_shared()[0] = 1;
+      if (simt_thread() == 7 && simt_shared()[0] == 2) abort();
+      simt_sync_block();
+      break;
+    case 14:  // the same without barriers
+      if (simt_thread() == 0) simt_shared()[0] = 1;
+      if (simt_thread() == 7 && simt_shared()[0] == 2) abort();
+      break;
     default:
       copy_mistake(args, (copy_shared *)(void *)simt_shared());
   }
@@ -318,6 +328,8 @@ static void test_mistakes(void **unused) {
   for (int i = 0; i < (int)(sizeof texts / sizeof *texts); i++) expect_end(i, texts[i]);
 #if defined(__SANITIZE_THREAD__)
   expect_end(11, "data race");
+  expect_end(13, "data race");
+  expect_end(14, "data race");
 #endif
 #if defined(__SANITIZE_ADDRESS__)
   expect_end(12, "heap-buffer-overflow");
