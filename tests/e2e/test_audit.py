@@ -70,7 +70,7 @@ def test_slow_calls(tmp_path):
     with Daemon("--slow-call", "1ms") as daemon:
         cache = Cache(Tenant(daemon.stub(), "team-a"), "one", layers=1)
         cache.append(0, *cache.rows(8192))
-        request = kv.AttendRequest(items=[cache.item(0, q=cache.queries(512))])
+        request = kv.AttendRequest(items=[cache.item(7680, q=cache.queries(512))])
         daemon.stub().Attend(request, timeout=TIMEOUT, metadata=[("qkv-tenant", "team-a"), ("traceparent", TRACE)])
         wait_for(lambda: any(line["message"] == "slow call" and line.get("traceparent") == TRACE
                              for line in daemon.log_lines()), "the call is not in the log")
@@ -83,7 +83,7 @@ def test_slow_calls(tmp_path):
     with Daemon() as daemon:
         cache = Cache(daemon.stub(), "one", layers=1)
         cache.append(0, *cache.rows(8192))
-        cache.stub.Attend(kv.AttendRequest(items=[cache.item(0, q=cache.queries(512))]), timeout=TIMEOUT)
+        cache.stub.Attend(kv.AttendRequest(items=[cache.item(7680, q=cache.queries(512))]), timeout=TIMEOUT)
         assert "slow call" not in daemon.log_text()
 
 
