@@ -175,7 +175,7 @@ static void compare_attention(qkv_decode *stream) {
   if (stream == NULL) ok(qkv_client_attend(client, items, SESSIONS, results, &error), &error);
   if (stream != NULL) ok(qkv_decode_step(stream, items, SESSIONS, results, &error), &error);
   for (size_t d = 0; d < DAEMONS; d++) {
-    assert_in_range(held_by(d, held), SESSIONS / 6, SESSIONS / 2);
+    assert_in_range(held_by(d, held), SESSIONS / 10, SESSIONS * 2 / 3);  // 20 +- 3.7
     for (size_t s = 0; s < SESSIONS; s++) {
       if (!held[s]) continue;
       ok(qkv_client_attend(alone[d], &items[s], 1, &expected, &error), &error);
