@@ -1,37 +1,14 @@
 // Folding of sessions that share pages, while they and their parents are used, cut and closed, over a real storage.
 #include "server/residency/fold.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
-
 #include "engine/cache/session_fold.h"
 #include "engine/cache/session_state.h"
-#include "tests/server/residency_fixture.h"
+#include "tests/server/fold_threads.h"
 
 enum { ROUNDS = 40, READERS = 2, STAYING = 3, CUT = 500 };
 
 // One family for good, of which the first is the parent.
 static const char *const names[STAYING] = {"a", "b", "c"};
-
-typedef struct user {
-  const scene *s;
-  const content *wanted, *wanted_cut;  // of all rows; of those of before CUT and others behind it
-  uint64_t seed;
-  _Atomic bool *stop;
-  _Atomic bool wrong;
-  pthread_t thread;
-} user;
-
-static uint64_t next_random(uint64_t *seed) {
-  *seed = *seed * 6364136223846793005u + 1442695040888963407u;
-  return *seed >> 33;
-}
-
-static void sink(const scene *s, qkv_session *session) {
-  (void)qkv_session_seal(session, NULL);
-  (void)qkvi_write_back_sync(s->residency, NULL, session, NULL);
-  (void)qkv_session_evict(session, UINT64_MAX, true);
-}
 
 static bool is_folded(const qkv_session *session) {
   for (int i = 0; i < 40000 && !qkv_session_is_folded(session); i++) (void)usleep(500);
@@ -56,34 +33,6 @@ static void *read_and_sink(void *context) {
     if (round % 2 == 0) (void)usleep(3000);
   }
   return NULL;
-}
-
-static void *fold(void *context) {
-  user *on = context;
-  while (!atomic_load(on->stop)) {
-    (void)qkvi_fold_step(on->s->residency, 1);
-    (void)usleep(200);
-  }
-  return NULL;
-}
-
-static void *compact(void *context) {
-  user *on = context;
-  uint64_t freed;
-  while (!atomic_load(on->stop)) {
-    if (qkvi_upkeep_compact(on->s->residency, 1, &freed, NULL) != QKV_OK) atomic_store(&on->wrong, true);
-    (void)usleep(5000);
-  }
-  return NULL;
-}
-
-static void begin(user *on, void *(*run)(void *context)) {
-  assert_int_equal(pthread_create(&on->thread, NULL, run, on), 0);
-}
-
-static void end(user *on) {
-  assert_int_equal(pthread_join(on->thread, NULL), 0);
-  assert_false(atomic_load(&on->wrong));
 }
 
 static void check(const scene *s, qkv_session **session, const content *wanted, bool closes) {

@@ -9,30 +9,8 @@
 
 static qkv_store *make_archive(const char *codec, qkv_layer_override *overrides, const qkv_policy *own,
                                const qkv_model **model) {
-  const qkv_store_config config = {.memory_budget = 64 << 20,
-                                   .models_max = 4,
-                                   .sessions_max = 16,
-                                   .policy = {.codec = qkv_codec_by_id(QKV_CODEC_EMBEDDED),
-                                              .bits_k = 2,
-                                              .bits_v = 2,
-                                              .learn_said = true,
-                                              .learn = true},
-                                   .calibrate_tokens = FIRST,
-                                   .archive_codec = codec != NULL ? qkv_codec_by_name(codec) : NULL};
-  const qkv_model said = {.name = "pupil",
-                          .layers = LAYERS,
-                          .kv_heads = HEADS,
-                          .q_heads = HEADS * GROUP,
-                          .key_dim = DIM,
-                          .value_dim = DIM,
-                          .dtype = QKV_FP32,
-                          .rope = {.theta = 100},
-                          .policy = own != NULL ? *own : QKV_POLICY_UNSET,
-                          .overrides = overrides,
-                          .override_count = overrides != NULL};
-  qkv_store *store = qkv_store_create(&config);
-  assert_int_equal(qkv_store_register_model(store, &said, model, NULL), QKV_OK);
-  return store;
+  return make_store_of(64 << 20, FIRST, codec != NULL ? qkv_codec_by_name(codec) : NULL, own, overrides,
+                       overrides != NULL, model);
 }
 
 // Of an archived session to be fetched, but for what is changed; the session stays open where `out` is not NULL.

@@ -7,8 +7,10 @@
 
 enum { LAYERS = 2, HEADS = 2, GROUP = 2, DIM = 16, TOKENS = 512, FIRST = 256 };
 
-static inline qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_layer_override *overrides,
-                                         uint32_t count, const qkv_model **model) {
+// `archive_codec`, `own` (the model's policy): may be NULL.
+static inline qkv_store *make_store_of(uint64_t budget, uint64_t tokens, const qkv_codec *archive_codec,
+                                       const qkv_policy *own, qkv_layer_override *overrides, uint32_t count,
+                                       const qkv_model **model) {
   const qkv_store_config config = {.memory_budget = budget,
                                    .models_max = 4,
                                    .sessions_max = 16,
@@ -17,7 +19,8 @@ static inline qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_l
                                               .bits_v = 2,
                                               .learn_said = true,
                                               .learn = true},
-                                   .calibrate_tokens = tokens};
+                                   .calibrate_tokens = tokens,
+                                   .archive_codec = archive_codec};
   const qkv_model said = {.name = "pupil",
                           .layers = LAYERS,
                           .kv_heads = HEADS,
@@ -26,12 +29,17 @@ static inline qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_l
                           .value_dim = DIM,
                           .dtype = QKV_FP32,
                           .rope = {.theta = 100},
-                          .policy = QKV_POLICY_UNSET,
+                          .policy = own != NULL ? *own : QKV_POLICY_UNSET,
                           .overrides = overrides,
                           .override_count = count};
   qkv_store *store = qkv_store_create(&config);
   assert_int_equal(qkv_store_register_model(store, &said, model, NULL), QKV_OK);
   return store;
+}
+
+static inline qkv_store *make_store_with(uint64_t budget, uint64_t tokens, qkv_layer_override *overrides,
+                                         uint32_t count, const qkv_model **model) {
+  return make_store_of(budget, tokens, NULL, NULL, overrides, count, model);
 }
 
 static inline qkv_store *make_store(uint64_t budget, uint64_t tokens, const qkv_model **model) {

@@ -29,7 +29,7 @@ static inline long double coder_frame_angle(const qkv_rope *rope, const qkv_tran
 
 // How far decoded rows of dense coders may be off, relative to their lengths: they come back in whole numbers
 // (kernel/dense.h), by matrices that stretch some rows by 9 times as much as others.
-#define CODER_WHOLE_OFF 5e-4
+#define CODER_WHOLE_OFF 3e-4
 
 // One head's transform of keys or of values, and all that it points to.
 typedef struct owned_transform {
