@@ -279,7 +279,8 @@ void qkvi_range_leave_memory(qkv_page_range *range, uint32_t count, qkv_arena *a
   qkvi_range_pack(range);
 }
 
-// Whoever is the last layer beside trunks finds that out under the lock, so that no other comes meanwhile.
+// Under the lock, so that no layer is added between the count and what follows from it: where only trunks are left,
+// the range leaves memory.
 static void leave(qkv_page_range *left, uint32_t trunks, qkv_arena *arena) {
   qkvi_range_lock(left);
   const uint32_t trunks_left = atomic_fetch_sub(&left->trunks, trunks) - trunks,

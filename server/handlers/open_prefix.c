@@ -14,7 +14,7 @@ typedef struct wanted_holder {
   qkv_policy before;                 // its policy, if no calibration were in force
 } wanted_holder;
 
-// Whether the holder's pages are such as the new session's would be, or would have been when it was opened.
+// Whether the holder codes its pages as the new session would, or would have before a calibration was in force.
 static bool suits(const void *context, qkv_session *holder) {
   const wanted_holder *all = context;
   const qkv_session_config *wanted = all->config, *held = qkv_session_config_of(holder);

@@ -137,7 +137,7 @@ void qkvi_budget_unreserve(qkvi_residency *residency, uint64_t *reservation);
 // Evicts sessions from memory, down to `target` bytes in use. Never waits, also not for layers in use. Returns the
 // bytes that were freed.
 uint64_t qkvi_budget_evict(qkvi_residency *residency, uint64_t target);
-// The same of one session.
+// Likewise, but evicts pages of this session alone.
 uint64_t qkvi_budget_evict_session(qkvi_residency *residency, qkv_session *session, uint64_t target);
 
 #endif
