@@ -84,12 +84,12 @@ static void wait_for_rows(const char *session) {
 // The job sees its deadline between two items, and a drain gets its thread.
 static void a_long_append_ends_with_its_client(void **state) {
   (void)state;
-  start((const char *[]){"--drain-grace", "200ms", "--threads", "1", "--cpu-mask", "none", NULL});
+  start((const char *[]){"--drain-grace", "50ms", "--threads", "1", "--cpu-mask", "none", NULL});
   kv_open(client, "a");
   kv_open(client, "b");
   fixture_stream *stream = NULL;
   uint64_t length = 0;
-  for (int64_t ms = 300; length == 0; ms += 100) {  // on a busy machine the first one may not get there in time
+  for (int64_t ms = 50; length == 0; ms += 50) {  // on a busy machine the first ones may not get there in time
     stream = open_long_append("a", 192, ms);
     assert_int_equal(fixture_finish(&stream).status, QKV_DEADLINE_EXCEEDED);
     kv_wait_idle(client);
