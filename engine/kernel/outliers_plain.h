@@ -70,13 +70,44 @@ OUTLIERS_INLINE void load_outlier(const outlier_row *row, size_t c, plain_floats
   *all = __builtin_convertvector(whole, plain_floats) * row->scale;
 }
 
+// Two halves at once, where registers are as wide; half of the numbers where only that are left in a row.
+#if defined(__AVX512F__)
+typedef float outlier_floats __attribute__((vector_size(8 * PLAIN_WIDTH)));
+typedef int32_t outlier_words __attribute__((vector_size(8 * PLAIN_WIDTH)));
+
+OUTLIERS_INLINE void load_both_halves(const outlier_row *row, size_t c, outlier_floats *all) {
+  const uint8_t *from = row->numbers + (c << row->wide);
+  const outlier_words whole = row->wide
+                                  ? (outlier_words)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from))
+                                  : (outlier_words)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+  *all = __builtin_convertvector(whole, outlier_floats) * row->scale;
+}
+#endif
+
 // ---- Scores ----
 
-// Products with `n` queries, a constant, summed over 16 lanes as qkvi_row_dot does.
-OUTLIERS_INLINE void score_outlier(const outlier_row *row, const float *queries, size_t n, size_t dim,
-                                   float *scores) {
-  plain_floats sums[2][OUTLIERS_TOGETHER] = {0};
-  for (size_t c = 0; c < dim; c += 2 * PLAIN_WIDTH) {
+// sums [half][query] of products with `n` queries.
+OUTLIERS_INLINE void sum_outlier(const outlier_row *row, const float *queries, size_t n, size_t dim,
+                                 plain_floats sums[2][OUTLIERS_TOGETHER]) {
+  size_t c = 0;
+#if defined(__AVX512F__)
+  outlier_floats both[OUTLIERS_TOGETHER] = {0};
+  for (; c + 2 * PLAIN_WIDTH <= dim; c += 2 * PLAIN_WIDTH) {
+    outlier_floats x, y;
+    load_both_halves(row, c, &x);
+    OUTLIERS_UNROLL
+    for (size_t i = 0; i < n; i++) {
+      memcpy(&y, queries + i * dim + c, sizeof y);
+      both[i] += y * x;
+    }
+  }
+  OUTLIERS_UNROLL
+  for (size_t i = 0; i < n; i++) {
+    sums[0][i] = __builtin_shufflevector(both[i], both[i], 0, 1, 2, 3, 4, 5, 6, 7);
+    sums[1][i] = __builtin_shufflevector(both[i], both[i], 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+#endif
+  for (; c < dim; c += 2 * PLAIN_WIDTH) {
     for (size_t half = 0; half < 2 && c + half * PLAIN_WIDTH < dim; half++) {
       plain_floats x, y;
       load_outlier(row, c + half * PLAIN_WIDTH, &x);
@@ -87,6 +118,14 @@ OUTLIERS_INLINE void score_outlier(const outlier_row *row, const float *queries,
       }
     }
   }
+}
+
+// Products with `n` queries, a constant, summed over 16 lanes as qkvi_row_dot does; `wide` is a constant.
+OUTLIERS_INLINE void score_outlier(const outlier_row *from, bool wide, const float *queries, size_t n, size_t dim,
+                                   float *scores) {
+  const outlier_row row = {from->numbers, from->scale, wide};
+  plain_floats sums[2][OUTLIERS_TOGETHER] = {0};
+  sum_outlier(&row, queries, n, dim, sums);
   plain_floats pairs[OUTLIERS_TOGETHER / 2];  // of queries, four sums each
   for (size_t i = 0; i < OUTLIERS_TOGETHER / 2; i++) {
     plain_floats halves[2];
@@ -110,9 +149,14 @@ static inline QKV_DECLARE_SCORE_OUTLIERS(score_outliers_plain) {
     float *at = scores + (keys->slots[r] & QKV_OUTLIER_SLOT);
     size_t i = 0;
     for (; i + OUTLIERS_TOGETHER <= n; i += OUTLIERS_TOGETHER) {
-      score_outlier(&rows[r], queries + i * dim, OUTLIERS_TOGETHER, dim, at + i * QKV_PAGE_TOKENS);
+      const float *some_queries = queries + i * dim;
+      if (rows[r].wide) {
+        score_outlier(&rows[r], true, some_queries, OUTLIERS_TOGETHER, dim, at + i * QKV_PAGE_TOKENS);
+      } else {
+        score_outlier(&rows[r], false, some_queries, OUTLIERS_TOGETHER, dim, at + i * QKV_PAGE_TOKENS);
+      }
     }
-    for (; i < n; i++) score_outlier(&rows[r], queries + i * dim, 1, dim, at + i * QKV_PAGE_TOKENS);
+    for (; i < n; i++) score_outlier(&rows[r], rows[r].wide, queries + i * dim, 1, dim, at + i * QKV_PAGE_TOKENS);
   }
 }
 
@@ -157,7 +201,24 @@ OUTLIERS_INLINE void add_outlier(const outlier_row *from, bool wide, bool steppe
   plain_floats factors[OUTLIERS_TOGETHER];
   OUTLIERS_UNROLL
   for (size_t i = 0; i < n; i++) factors[i] = weights[i] - (plain_floats){0};
-  for (size_t c = 0; c < dim; c += PLAIN_WIDTH) {
+  size_t c = 0;
+#if defined(__AVX512F__)
+  for (; c + 2 * PLAIN_WIDTH <= dim; c += 2 * PLAIN_WIDTH) {
+    outlier_floats x, step, sum;
+    load_both_halves(&row, c, &x);
+    if (stepped) {
+      memcpy(&step, steps + c, sizeof step);
+      x *= step;
+    }
+    OUTLIERS_UNROLL
+    for (size_t i = 0; i < n; i++) {
+      memcpy(&sum, sums + i * dim + c, sizeof sum);
+      sum += weights[i] * x;
+      memcpy(sums + i * dim + c, &sum, sizeof sum);
+    }
+  }
+#endif
+  for (; c < dim; c += PLAIN_WIDTH) {
     plain_floats x, step, sum;
     load_outlier(&row, c, &x);
     if (stepped) {
