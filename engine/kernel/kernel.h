@@ -149,8 +149,8 @@ typedef struct qkv_page_waves {
 // scores [n][64] += shares[i] + a cosine + b sine of all pairs at the slot's distance to the middle, (a, b) being
 // products [n][2][stride] turned back by `base` and from there by `on`:
 //   a' = a cosine + b sine, b' = b cosine - a sine
-// A term's sums over pairs are kept in 8 lanes, which are then added by halves; then, slot by slot, polynomials and
-// the fast pairs in their order.
+// Further products are added by fmaf. A term's sums over pairs are kept in 8 lanes, which are then added by halves;
+// then, slot by slot, polynomials and the fast pairs in their order.
 #define QKV_DECLARE_ADD_ANCHORS(name)                                                                             \
   void name(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, const float *products, size_t n, \
             const float *shares, float *scores)

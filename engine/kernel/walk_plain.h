@@ -4,7 +4,13 @@
 #define QKV_ENGINE_KERNEL_WALK_PLAIN_H
 
 #include <assert.h>
+#include <math.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 #include "engine/kernel/kernel.h"
 #include "engine/kernel/plain.h"
@@ -28,19 +34,57 @@ enum { WAVE_LANES = 8, WAVE_QUERIES = WALK_TOGETHER / 2 };
 enum { WAVE_VECTORS = 2 };
 typedef float wave_floats __attribute__((vector_size(4 * WAVE_LANES)));
 
+WALK_INLINE void load_wave(const float *from, wave_floats *all) {
+  memcpy(all, from, sizeof *all);
+}
+
+// sum += a b, rounded once: half of the operations.
+WALK_INLINE void add_product(plain_floats *sum, const plain_floats *a, const plain_floats *b) {
+#if defined(__AVX2__)
+  *sum = (plain_floats)_mm256_fmadd_ps((__m256)*a, (__m256)*b, (__m256)*sum);
+#elif defined(__ARM_NEON)
+  for (size_t i = 0; i < 2; i++) {
+    float32x4_t of[3];
+    memcpy(&of[0], (const float *)sum + 4 * i, sizeof of[0]);
+    memcpy(&of[1], (const float *)a + 4 * i, sizeof of[1]);
+    memcpy(&of[2], (const float *)b + 4 * i, sizeof of[2]);
+    of[0] = vfmaq_f32(of[0], of[1], of[2]);
+    memcpy((float *)sum + 4 * i, &of[0], sizeof of[0]);
+  }
+#else
+  for (size_t i = 0; i < PLAIN_WIDTH; i++) (*sum)[i] = fmaf((*a)[i], (*b)[i], (*sum)[i]);
+#endif
+}
+
+// The same of vectors of slots.
+WALK_INLINE void add_wave(wave_floats *sum, const wave_floats *a, const wave_floats *b) {
+#if defined(__AVX512F__)
+  *sum = (wave_floats)_mm512_fmadd_ps((__m512)*a, (__m512)*b, (__m512)*sum);
+#else
+  add_product(sum, a, b);
+#endif
+}
+
+// sum = sum x + term.
+WALK_INLINE void next_power(wave_floats *sum, const wave_floats *x, float term) {
+  wave_floats next = term - (wave_floats){0};
+  add_wave(&next, sum, x);
+  *sum = next;
+}
+
 // Turns by `base` and then by `on`, and zeros up to the stride.
 WALK_INLINE void join_turns(const qkv_page_waves *waves, qkv_pair_turns base, qkv_pair_turns on, float *cosines,
                             float *sines) {
   size_t j = 0;
-  for (; j + PLAIN_WIDTH <= waves->pairs; j += PLAIN_WIDTH) {
-    plain_floats bc, bs, oc, os;
-    load_plain(base.cosines + j, &bc);
-    load_plain(base.sines + j, &bs);
-    load_plain(on.cosines + j, &oc);
-    load_plain(on.sines + j, &os);
-    const plain_floats c = bc * oc - bs * os, s = bc * os + bs * oc;
-    store_plain(cosines + j, &c);
-    store_plain(sines + j, &s);
+  for (; j + WAVE_LANES <= waves->pairs; j += WAVE_LANES) {
+    wave_floats bc, bs, oc, os;
+    load_wave(base.cosines + j, &bc);
+    load_wave(base.sines + j, &bs);
+    load_wave(on.cosines + j, &oc);
+    load_wave(on.sines + j, &os);
+    const wave_floats c = bc * oc - bs * os, s = bc * os + bs * oc;
+    memcpy(cosines + j, &c, sizeof c);
+    memcpy(sines + j, &s, sizeof s);
   }
   for (; j < waves->pairs; j++) {
     cosines[j] = base.cosines[j] * on.cosines[j] - base.sines[j] * on.sines[j];
@@ -52,17 +96,27 @@ WALK_INLINE void join_turns(const qkv_page_waves *waves, qkv_pair_turns base, qk
 WALK_INLINE void turn_products(const qkv_page_waves *waves, const float *cosines, const float *sines,
                                const float *products, size_t n, walk_turned *turned) {
   const size_t stride = waves->stride;
-  for (size_t j = 0; j < stride; j += PLAIN_WIDTH) {
-    plain_floats c, s;
-    load_plain(cosines + j, &c);
-    load_plain(sines + j, &s);
+  size_t j = 0;
+  for (; j + WAVE_LANES <= stride; j += WAVE_LANES) {
+    wave_floats c, s;
+    load_wave(cosines + j, &c);
+    load_wave(sines + j, &s);
     for (size_t i = 0; i < n; i++) {
-      plain_floats a, b;
-      load_plain(products + i * 2 * stride + j, &a);
-      load_plain(products + (i * 2 + 1) * stride + j, &b);
-      const plain_floats x = a * c + b * s, y = b * c - a * s;
-      store_plain(turned->of[i] + j, &x);
-      store_plain(turned->of[i] + stride + j, &y);
+      wave_floats a, b;
+      load_wave(products + i * 2 * stride + j, &a);
+      load_wave(products + (i * 2 + 1) * stride + j, &b);
+      wave_floats x = b * s, y = -(a * s);
+      add_wave(&x, &a, &c);
+      add_wave(&y, &b, &c);
+      memcpy(turned->of[i] + j, &x, sizeof x);
+      memcpy(turned->of[i] + stride + j, &y, sizeof y);
+    }
+  }
+  for (; j < stride; j++) {
+    for (size_t i = 0; i < n; i++) {
+      const float a = products[i * 2 * stride + j], b = products[(i * 2 + 1) * stride + j];
+      turned->of[i][j] = fmaf(a, cosines[j], b * sines[j]);
+      turned->of[i][stride + j] = fmaf(b, cosines[j], -(a * sines[j]));
     }
   }
 }
@@ -95,8 +149,8 @@ WALK_INLINE void sum_terms(const qkv_page_waves *waves, const walk_turned *turne
         plain_floats a, b;
         load_plain(turned->of[i] + j, &a);
         load_plain(turned->of[i] + stride + j, &b);
-        even[i] += e * a;
-        odd[i] += o * b;
+        add_product(&even[i], &e, &a);
+        add_product(&odd[i], &o, &b);
       }
     }
     for (size_t i = 0; i < n; i++) {
@@ -109,10 +163,6 @@ WALK_INLINE void sum_terms(const qkv_page_waves *waves, const walk_turned *turne
     add_by_halves(sums[i], &all);
     store_plain(terms + i * WALK_SUMS, &all);
   }
-}
-
-WALK_INLINE void load_wave(const float *from, wave_floats *all) {
-  memcpy(all, from, sizeof *all);
 }
 
 // Adds to slots from `up` on, and to those before `down` in reverse order.
@@ -144,8 +194,15 @@ WALK_INLINE void add_slots(const qkv_page_waves *waves, const walk_turned *turne
     const wave_floats square = v * v;
     for (size_t i = 0; i < n; i++) {
       const float *e = terms + (q + i) * WALK_SUMS, *o = e + QKV_WAVE_TERMS;
-      even[i][k] = ((e[3] * square + e[2]) * square + e[1]) * square + (e[0] + shares[q + i]);
-      odd[i][k] = (((o[3] * square + o[2]) * square + o[1]) * square + o[0]) * v;
+      even[i][k] = e[3] - (wave_floats){0};
+      odd[i][k] = o[3] - (wave_floats){0};
+      next_power(&even[i][k], &square, e[2]);
+      next_power(&even[i][k], &square, e[1]);
+      next_power(&even[i][k], &square, e[0] + shares[q + i]);
+      next_power(&odd[i][k], &square, o[2]);
+      next_power(&odd[i][k], &square, o[1]);
+      next_power(&odd[i][k], &square, o[0]);
+      odd[i][k] *= v;
     }
   }
   for (size_t p = 0; p < waves->fast; p++) {
@@ -158,8 +215,8 @@ WALK_INLINE void add_slots(const qkv_page_waves *waves, const walk_turned *turne
       const wave_floats a = turned->of[q + i][p] - (wave_floats){0};
       const wave_floats b = turned->of[q + i][waves->stride + p] - (wave_floats){0};
       for (size_t k = 0; k < WAVE_VECTORS; k++) {
-        even[i][k] += a * c[k];
-        odd[i][k] += b * s[k];
+        add_wave(&even[i][k], &a, &c[k]);
+        add_wave(&odd[i][k], &b, &s[k]);
       }
     }
   }

@@ -10,8 +10,8 @@
 //   memory     what a thread wrote to shared memory is read by others after simt_sync_block, simt_sync_warp or
 //              simt_copy_wait; exchanges, votes and products order nothing. ThreadSanitizer checks this on the
 //              emulator
-//   floats     IEEE single and double, to nearest, never contracted: nvcc -fmad=false, gcc -ffp-contract=off; so the
-//              bits are the same on the GPU, on the emulator and in the CPU's kernels
+//   floats     IEEE single and double, to nearest, contracted by simt_fused alone: nvcc -fmad=false,
+//              gcc -ffp-contract=off; so the bits are the same on the GPU, on the emulator and in the CPU's kernels
 //   alignment  loads of 16 bytes and copies are aligned to 16
 #ifndef QKV_ENGINE_KERNEL_SIMT_SIMT_H
 #define QKV_ENGINE_KERNEL_SIMT_SIMT_H
@@ -101,6 +101,10 @@ SIMT_INLINE float simt_larger(float a, float b) {
 // The square root, to nearest.
 SIMT_INLINE float simt_root(float value) {
   return __fsqrt_rn(value);
+}
+// a b + c, rounded once.
+SIMT_INLINE float simt_fused(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
 }
 // The same number, which the compiler does not know anything of: what is computed from it is computed here and not
 // kept in registers from before a loop.
@@ -257,6 +261,9 @@ SIMT_INLINE float simt_larger(float a, float b) {
 }
 SIMT_INLINE float simt_root(float value) {
   return sqrtf(value);
+}
+SIMT_INLINE float simt_fused(float a, float b, float c) {
+  return fmaf(a, b, c);
 }
 SIMT_INLINE uint32_t simt_choose(uint32_t low, uint32_t high, uint32_t choice) {
   const uint64_t bytes = (uint64_t)high << 32 | low;
