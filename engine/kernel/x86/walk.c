@@ -12,36 +12,59 @@ typedef struct walk_words {
   int16_t of[ROWS][QKV_DIM_MAX + 2 * LANES];
 } walk_words;
 
-// As many lanes as are left.
-INLINE lanes load_left(const float *from, size_t left) {
+// The first lanes of a vector.
 #if LANES == 16
-  return (lanes)_mm512_maskz_loadu_ps(left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1), from);
+typedef __mmask16 lane_mask;
+
+INLINE lane_mask first_lanes(size_t count) {
+  return (__mmask16)((1u << count) - 1);
+}
 #else
-  if (left >= LANES) return load_lanes(from);
-  const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return (lanes)_mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), places));
+typedef __m256i lane_mask;
+
+INLINE lane_mask first_lanes(size_t count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
 #endif
+
+// All of them, or those of the mask.
+INLINE lanes load_some(const float *from, bool all, lane_mask mask) {
+  if (all) return load_lanes(from);
+#if LANES == 16
+  return (lanes)_mm512_maskz_loadu_ps(mask, from);
+#else
+  return (lanes)_mm256_maskload_ps(from, mask);
+#endif
+}
+
+// Pairs from the j-th on of `count` queries, from the row-th on; `all` and `count` are constants.
+INLINE void turn_pairs(const qkv_walk_queries *queries, const qkv_walk_level *level, size_t row, size_t count,
+                       size_t j, bool all, lane_mask mask, int16_t *numbers) {
+  const float *rows = queries->rows + row * queries->stride + j;
+  const lanes bc = load_some(level->base.cosines + j, all, mask), bs = load_some(level->base.sines + j, all, mask);
+  const lanes oc = load_some(level->on.cosines + j, all, mask), os = load_some(level->on.sines + j, all, mask);
+  const lanes c = bc * oc - bs * os, s = bc * os + bs * oc;
+  UNROLL
+  for (size_t i = 0; i < count; i++, rows += queries->stride) {
+    const lanes a = load_some(rows, all, mask), b = load_some(rows + queries->apart, all, mask);
+    const float factor = queries->factors[row + i];
+    const words x = (words)((a * c + b * s) * factor + QKVI_WHOLE_MAGIC);
+    const words y = (words)((b * c - a * s) * factor + QKVI_WHOLE_MAGIC);
+    put_bytes(numbers + i * (sizeof(walk_words) / sizeof(int16_t) / ROWS), (bytes)((x & 0xffff) | y << 16));
+  }
 }
 
 // The pairs of a level of `count` queries, a constant, from the row-th on; those before it begin with pair `begin`.
 INLINE void turn_level(const qkv_walk_queries *queries, const qkv_walk_level *level, size_t row, size_t count,
                        size_t begin, walk_words *words_out) {
-  const float *rows = queries->rows + row * queries->stride;
-  for (size_t j = level->first; j < level->end; j += LANES) {
-    const size_t left = level->end - j;
-    const lanes bc = load_left(level->base.cosines + j, left), bs = load_left(level->base.sines + j, left);
-    const lanes oc = load_left(level->on.cosines + j, left), os = load_left(level->on.sines + j, left);
-    const lanes c = bc * oc - bs * os, s = bc * os + bs * oc;
-    UNROLL
-    for (size_t i = 0; i < count; i++) {
-      const lanes a = load_left(rows + i * queries->stride + j, left);
-      const lanes b = load_left(rows + i * queries->stride + queries->apart + j, left);
-      const float factor = queries->factors[row + i];
-      const words x = (words)((a * c + b * s) * factor + QKVI_WHOLE_MAGIC);
-      const words y = (words)((b * c - a * s) * factor + QKVI_WHOLE_MAGIC);
-      put_bytes(words_out->of[i] + 2 * (j - begin), (bytes)((x & 0xffff) | y << 16));
-    }
+  size_t j = level->first;
+  int16_t *numbers = words_out->of[0] + 2 * (j - begin);
+  const size_t rest = (level->end - j) % LANES;
+  const lane_mask mask = first_lanes(rest);
+  for (; j < level->end - rest; j += LANES, numbers += 2 * LANES) {
+    turn_pairs(queries, level, row, count, j, true, mask, numbers);
   }
+  if (rest > 0) turn_pairs(queries, level, row, count, j, false, mask, numbers);
 }
 
 // What a tile is summed from and becomes.
