@@ -152,22 +152,29 @@ static qkv_walk_level level_of(qkv_walk *walk, unsigned level, uint64_t block) {
                           .sums = walk->keeps && level > 0 ? sums_of(walk, level) : NULL};
 }
 
-// From the longest blocks to the shortest: sums that have not changed are reused. The last level, which changes with
-// every page, is not kept.
+static bool is_empty(const qkv_turn_plan *plan, unsigned level) {
+  return plan->begins[level] == plan->begins[level + 1];
+}
+
+// From the longest blocks that have changed to the shortest: sums of longer ones are reused, as blocks nest. The last
+// level, which changes with every page, is not kept.
 static void sum_levels(qkv_walk *walk, uint64_t position, float *codes) {
   qkv_walk_level levels[QKV_TURN_LEVELS];
   const qkv_turn_plan *plan = walk->transform->plan;
   const int32_t *before = sums_of(walk, STATIC);
-  size_t count = 0;
-  for (unsigned level = QKV_TURN_LEVELS; level-- > 0;) {
-    const uint64_t block = qkv_turn_block(position, level);
-    if (plan->begins[level] == plan->begins[level + 1]) continue;
-    if (walk->keeps && level > 0 && walk->blocks[level] == block) {
-      before = sums_of(walk, level);
-      continue;
+  unsigned changed = 0;  // levels
+  for (; changed < QKV_TURN_LEVELS; changed++) {
+    if (is_empty(plan, changed)) continue;
+    const uint64_t block = qkv_turn_block(position, changed);
+    if (walk->keeps && changed > 0 && walk->blocks[changed] == block) {
+      before = sums_of(walk, changed);
+      break;
     }
-    levels[count++] = level_of(walk, level, block);
-    walk->blocks[level] = block;
+    walk->blocks[changed] = block;
+  }
+  size_t count = 0;
+  for (unsigned level = changed; level-- > 0;) {
+    if (!is_empty(plan, level)) levels[count++] = level_of(walk, level, walk->blocks[level]);
   }
   sum_pairs(walk, levels, count, before, codes);
 }
