@@ -48,8 +48,8 @@ static void fill(float *rows, size_t count, size_t dim, bool skewed, double spre
   free(factors);
 }
 
-// Keys [count][heads][dim] get a mean each head, as keys before RoPE have it: of twice their variance. In SmolLM2 that
-// is the median over heads, of pairs that turn by 0.2 rad or more in half a page.
+// Keys [count][heads][dim] get a mean each head, as keys before RoPE have it: of twice their variance. In SmolLM2
+// that is the median over heads, of pairs that turn by 0.2 rad or more in half a page.
 static void add_means(float *rows, size_t count, size_t heads, size_t dim, uint64_t seed) {
   const float size = 1.55f;  // of rows as `fill` makes them, skewed and with a spread of 0.3
   const size_t width = heads * dim;
