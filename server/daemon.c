@@ -508,6 +508,11 @@ static void log_verdict(const qkv_model *model, const qkv_learner_outcome *outco
           qkvi_tenant_to_log(model->tenant), "version", version, "source", sources[outcome->source], "tokens",
           (json_int_t)outcome->tokens, "attention_error", outcome->error, "data_free", outcome->data_free, "parts",
           (json_int_t)outcome->parts, "parts_data_free", (json_int_t)outcome->dropped, "worst", outcome->text);
+  if (accepted && outcome->archive_refused)
+    qkv_log(QKV_LOG_WARN, "the archive codec was refused, sessions to be fetched are opened with the codec of others",
+            "{s:s, s:s*, s:s, s:s, s:f, s:f}", "model", model->name, "tenant", qkvi_tenant_to_log(model->tenant),
+            "version", version, "codec", model->archive_codec != NULL ? model->archive_codec->name : "none",
+            "attention_error", outcome->archive_error, "data_free", outcome->archive_data_free);
 }
 
 static void calibrated(void *context, const qkv_model *model, const qkv_learner_outcome *outcome) {
@@ -526,6 +531,8 @@ static void calibrated(void *context, const qkv_model *model, const qkv_learner_
   const bool learnt = outcome->end == QKV_LEARNER_ACCEPTED && outcome->made;
   qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS], learnt);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS_REFUSED], outcome->end == QKV_LEARNER_REFUSED);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_ARCHIVE_CODECS_REFUSED],
+                 outcome->end == QKV_LEARNER_ACCEPTED && outcome->archive_refused);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_CALIBRATIONS_WITHDRAWN], outcome->end == QKV_LEARNER_WITHDRAWN);
   log_verdict(model, outcome);
 }

@@ -69,6 +69,8 @@
     "Calibrations that were tried and are not better than data-free code, learnt or brought.")                      \
   X(CALIBRATIONS_WITHDRAWN, "qkvd_calibrations_withdrawn_total", QKV_COUNTER,                                       \
     "Calibrations that were in force and turned out worse than data-free code.")                                    \
+  X(ARCHIVE_CODECS_REFUSED, "qkvd_archive_codecs_refused_total", QKV_COUNTER,                                       \
+    "Calibrations that were put in force, but not for the archive codec, which is worse with them than data-free.") \
   X(CALIBRATION_GAIN, "qkvd_calibration_gain_thousandths", QKV_GAUGE,                                               \
     "Data-free error of attention over that of the calibration in force, as last tried; 0: none has been.")         \
   X(WATCHED_ERROR, "qkvd_watched_error_millionths", QKV_GAUGE,                                                      \

@@ -129,7 +129,9 @@ const qkv_option qkv_server_option_table[] = {
     {"archive-codec", QKV_OPTION_STRING, AT(archive_codec), "ecsq", 0, 0, "NAME",
      "Codec of keys and values in place of embedded, where neither model nor session names one, of sessions to be "
      "fetched that are opened while a calibration is in force, have no tiers and no quality contract, and can leave "
-     "memory: of durability async or sync, or of retention evict. embedded: that of --codec."},
+     "memory: of durability async or sync, or of retention evict. So without --data-dir only sessions of retention "
+     "evict have it. Pages of ecsq have no planes to drop: pinned sessions do not shrink. embedded: that of "
+     "--codec."},
     {"bits", QKV_OPTION_REAL, AT(bits), "0", 0, 0, "BITS",
      "Bits per coordinate where neither model nor session says; 0: 4, or where the codec has no 4 bits 8 or 2. "
      "embedded takes eighths up to 8, as an average: with a calibration, keys or values, layers and heads that err "

@@ -163,15 +163,15 @@ static const char *source_name(const Qkv__V1__CalibrationState *state) {
 }
 
 static json_t *calibration_json(const Qkv__V1__CalibrationState *state) {
-  return json_pack("{s:s, s:I, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:I, s:s, s:f, s:f, s:s}", "source",
+  return json_pack("{s:s, s:I, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:b, s:I, s:I, s:s, s:f, s:f, s:s}", "source",
                    source_name(state), "version", (json_int_t)state->version, "since_unix_ms",
                    (json_int_t)state->since_unix_ms, "tokens", (json_int_t)state->tokens, "trusted",
                    (int)state->trusted, "tried", (int)state->tried, "attention_error", state->attention_error,
                    "attention_error_data_free", state->attention_error_data_free, "parts", (json_int_t)state->parts,
-                   "parts_data_free", (json_int_t)state->parts_data_free, "on_trial", (json_int_t)state->on_trial,
-                   "refused", (json_int_t)state->refused, "refusal", state->refusal, "watched_error",
-                   state->watched_error, "watched_error_data_free", state->watched_error_data_free, "rope_doubt",
-                   state->rope_doubt);
+                   "parts_data_free", (json_int_t)state->parts_data_free, "archive_refused",
+                   (int)state->archive_refused, "on_trial", (json_int_t)state->on_trial, "refused",
+                   (json_int_t)state->refused, "refusal", state->refusal, "watched_error", state->watched_error,
+                   "watched_error_data_free", state->watched_error_data_free, "rope_doubt", state->rope_doubt);
 }
 
 static json_t *model_json(const Qkv__V1__GetModelResponse *response) {
@@ -244,6 +244,9 @@ static void print_notes(const Qkv__V1__GetModelResponse *response) {
   if (state->on_trial != 0)
     printf("%s: calibration %08" PRIx32 " waits for traffic to be tried on\n", response->model->name,
            state->on_trial);
+  if (state->archive_refused)
+    printf("%s: calibration %08" PRIx32 " is not for the archive codec, which is worse with it than data-free\n",
+           response->model->name, state->version);
   if (state->refusal[0] != '\0') printf("%s: calibration %s\n", response->model->name, state->refusal);
   if (state->rope_doubt[0] != '\0') printf("%s: %s\n", response->model->name, state->rope_doubt);
 }

@@ -124,7 +124,9 @@ typedef struct qkv_learner_outcome {
   uint64_t tokens;          // that it was learnt from
   uint32_t parts, dropped;  // probation.h
   double error, data_free;
-  char text[QKV_LEARNER_TEXT_MAX];  // why not; of the part that did worst
+  double archive_error, archive_data_free;  // the same
+  bool archive_refused;                     // in this trial
+  char text[QKV_LEARNER_TEXT_MAX];          // why not; of the part that did worst
   char rope[QKV_LEARNER_TEXT_MAX];  // evidence against the model's RoPE, the first time that it is seen; else ""
   qkv_error error_text;
 } qkv_learner_outcome;
@@ -156,6 +158,7 @@ typedef struct qkv_calibration_state {
   bool tried;                          // the next four are known
   uint32_t parts, dropped;             // of heads; of these, those that are data-free
   double error, data_free;             // of attention, on held-out traffic
+  bool archive_refused;                // sessions to be fetched do not get the archive codec (probation.h)
   uint32_t on_trial;                   // version of the one that waits for its trial; 0: none
   uint64_t accepted;                   // times that one was put in force
   uint64_t refused;                    // refused or withdrawn

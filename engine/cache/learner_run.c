@@ -79,6 +79,7 @@ static void put_in_force(qkv_learner *learner, const qkv_calibration *calibratio
   state->tried = false;
   state->parts = state->dropped = 0;
   state->error = state->data_free = 0;
+  state->archive_refused = calibration != NULL && qkv_calibration_archive_refused(calibration);
   state->accepted += calibration != NULL;
 }
 
@@ -301,6 +302,9 @@ static void tell(qkv_learner_outcome *outcome, qkv_learner_end end, uint32_t ver
   outcome->dropped = verdict->dropped;
   outcome->error = verdict->error;
   outcome->data_free = verdict->data_free;
+  outcome->archive_error = verdict->archive_error;
+  outcome->archive_data_free = verdict->archive_data_free;
+  outcome->archive_refused = verdict->archive_refused;
   (void)snprintf(outcome->text, sizeof outcome->text, "%s", verdict->worst);
 }
 

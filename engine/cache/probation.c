@@ -35,6 +35,7 @@ typedef struct trial {
   measured *all;  // [kinds][layers][kv_heads]
   bool *drop;     // [layers][kv_heads][QKV_CALIBRATION_PARTS]
   bool *forget;   // [layers][kv_heads], heavy hitters
+  bool archive_refused;
 } trial;
 
 // One layer and one kind at hand.
@@ -327,7 +328,9 @@ static bool is_archived(const trial *all, size_t kind) {
   return all->what->kinds[kind].otherwise != NULL;
 }
 
-static bool archives_are_better(const trial *all) {
+// With any kind.
+static bool archive_is_worse(const trial *all) {
+  const double worse = all->what->in_force ? QKV_PROBATION_STAYS : 1;
   const size_t heads = (size_t)all->model->layers * all->model->kv_heads;
   for (size_t kind = 0; kind < all->what->kind_count; kind++) {
     double candidate = 0, data_free = 0;
@@ -335,9 +338,9 @@ static bool archives_are_better(const trial *all) {
       candidate += all->all[i].tried ? all->all[i].both[CANDIDATE] : 0;
       data_free += all->all[i].tried ? all->all[i].both[DATA_FREE] : 0;
     }
-    if (candidate > data_free) return false;
+    if (candidate > worse * data_free) return true;
   }
-  return true;
+  return false;
 }
 
 static void judge_head(const trial *all, uint32_t layer, uint32_t head, worst_part *worst) {
@@ -364,18 +367,25 @@ static void judge_head(const trial *all, uint32_t layer, uint32_t head, worst_pa
   }
 }
 
-// What is left of the candidate, as it was measured.
-static void sum_up(const trial *all, qkv_verdict *verdict) {
-  const size_t count = all->what->kind_count * all->model->layers * all->model->kv_heads;
-  double tried = 0, candidate = 0, data_free = 0;
-  for (size_t i = 0; i < count; i++) {
-    if (!all->all[i].tried) continue;
+// The root over heads and kinds, of those with the archive codec or of the others; 0: none was tried.
+static double root_error(const trial *all, bool archived, size_t side) {
+  const size_t heads = (size_t)all->model->layers * all->model->kv_heads;
+  double tried = 0, sum = 0;
+  for (size_t i = 0; i < all->what->kind_count * heads; i++) {
+    if (!all->all[i].tried || is_archived(all, i / heads) != archived) continue;
     tried++;
-    candidate += all->all[i].both[CANDIDATE];
-    data_free += all->all[i].both[DATA_FREE];
+    sum += all->all[i].both[side];
   }
-  verdict->error = tried > 0 ? sqrt(candidate / tried) : 0;
-  verdict->data_free = tried > 0 ? sqrt(data_free / tried) : 0;
+  return tried > 0 ? sqrt(sum / tried) : 0;
+}
+
+// What is left of the candidate, as it was measured.
+static void sum_up(trial *all, qkv_verdict *verdict) {
+  verdict->error = root_error(all, false, CANDIDATE);
+  verdict->data_free = root_error(all, false, DATA_FREE);
+  verdict->archive_error = root_error(all, true, CANDIDATE);
+  verdict->archive_data_free = root_error(all, true, DATA_FREE);
+  all->archive_refused |= archive_is_worse(all);
 }
 
 static void count_parts(const trial *all, uint32_t layer, uint32_t head, qkv_verdict *verdict) {
@@ -431,6 +441,7 @@ static double layers_error(const trial *all) {
   double sum = 0;
   for (size_t i = 0; i < layers; i++) {
     double missed = 0, square = 0;
+    if (all->archive_refused && is_archived(all, i / all->model->layers)) continue;
     for (uint32_t h = 0; h < all->model->kv_heads; h++) {
       const measured *of = &all->all[i * all->model->kv_heads + h];
       if (!of->tried) continue;
@@ -510,8 +521,7 @@ static void find_offsets(const trial *all, int8_t *offsets) {
 }
 
 // *left, which has been measured as it is, gets bits by what its parts err, unless that gains too little.
-static qkv_status spread_bits(const trial *all, const qkv_calibration **left, qkv_verdict *verdict,
-                              qkv_error *error) {
+static qkv_status spread_bits(trial *all, const qkv_calibration **left, qkv_verdict *verdict, qkv_error *error) {
   const qkv_model *model = all->model;
   const size_t count = (size_t)model->layers * model->kv_heads * QKV_CALIBRATION_PARTS;
   int8_t *before = calloc(count, 2 * sizeof *before), *after = before + count;
@@ -538,24 +548,32 @@ static qkv_status spread_bits(const trial *all, const qkv_calibration **left, qk
   return status;
 }
 
-static qkv_status judge(const trial *all, qkv_verdict *verdict, const qkv_calibration **accepted, qkv_error *error) {
+static qkv_status refuse_archive(const qkv_calibration **left, qkv_error *error) {
+  qkv_calibration *made = NULL;
+  const qkv_status status = qkv_calibration_refuse_archive(left, &made, error);
+  *left = made;
+  return status;
+}
+
+static qkv_status judge(trial *all, qkv_verdict *verdict, const qkv_calibration **accepted, qkv_error *error) {
   const qkv_calibration *candidate = all->what->candidate, *left = NULL;
   const qkv_status status = trim(all, verdict, &candidate, &left, error);
   qkv_calibration_unref(&candidate);
   sum_up(all, verdict);
-  verdict->accepted =
-      status == QKV_OK && left != NULL && verdict->error < verdict->data_free && archives_are_better(all);
+  verdict->accepted = status == QKV_OK && left != NULL && verdict->error < verdict->data_free;
   if (!verdict->accepted) {
     qkv_calibration_unref(&left);
     return status;
   }
-  const qkv_status spread = all->what->in_force ? QKV_OK : spread_bits(all, &left, verdict, error);
-  if (spread == QKV_OK) {
+  qkv_status done = all->what->in_force ? QKV_OK : spread_bits(all, &left, verdict, error);
+  verdict->archive_refused = done == QKV_OK && all->archive_refused && !qkv_calibration_archive_refused(left);
+  if (verdict->archive_refused) done = refuse_archive(&left, error);
+  if (done == QKV_OK) {
     *accepted = left;
   } else {
     qkv_calibration_unref(&left);
   }
-  return spread;
+  return done;
 }
 
 qkv_status qkv_probation_try(const qkv_probation *probation, qkv_verdict *verdict, const qkv_calibration **accepted,
@@ -563,6 +581,7 @@ qkv_status qkv_probation_try(const qkv_probation *probation, qkv_verdict *verdic
   const qkv_model *model = probation->model;
   const size_t heads = (size_t)model->layers * model->kv_heads;
   trial all = {.what = probation, .model = model};
+  all.archive_refused = qkv_calibration_archive_refused(probation->candidate);
   *accepted = NULL;
   *verdict = (qkv_verdict){0};
   all.all = calloc(probation->kind_count * heads + 1, sizeof *all.all);

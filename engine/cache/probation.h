@@ -13,16 +13,19 @@
 //   - its worst row errs at most QKV_PROBATION_WORST times as much (squared) as the data-free code's worst one,
 //   - and keys and values together are not worse.
 //
-// By the archive codec, which moves bits between heads, the candidate has to be better over all heads instead.
-//
 // Where it is not, it gets the data-free transform; so one head that is unlike the others, or dead, does not cost the
 // rest. What is left is measured once more, as in the attend frame data-free keys are turned before they are coded
 // and so err by chance otherwise; where it is not better over all heads and kinds, or nothing is left, the candidate
 // is refused. Layers that do not teach are left as they are. Codes that are made without a calibration say nothing.
 //
-// What is in force and is tried again has proved itself: a part falls back where it errs more than
-// QKV_PROBATION_STAYS times as much as the data-free code, and bits and heavy hitters stay. Otherwise trials, each on
-// another small sample, would wear it down.
+// By the archive codec, which moves bits between heads, what is left is judged over all heads. Where it is worse than
+// the data-free code with any kind, the archive codec is refused (calibration.h): sessions to be fetched are opened
+// with the codec of others, and the calibration is used all the same. Another trial does not take that back, only
+// another calibration does.
+//
+// What is in force and is tried again has proved itself: a part falls back, and the archive codec is refused, where
+// it errs more than QKV_PROBATION_STAYS times as much as the data-free code, and bits and heavy hitters stay.
+// Otherwise trials, each on another small sample, would wear it down.
 //
 // Errors are those of decoded rows; what attention in integers adds (codec/precision.h) is small compared with them.
 //
@@ -82,7 +85,11 @@ typedef struct qkv_probation {
 typedef struct qkv_verdict {
   bool accepted;
   uint32_t parts, dropped;  // of heads that were tried; of these, those that fell back
-  double error, data_free;  // of attention, the root over heads and kinds: with what is left, and without it
+  // Of attention, the root over heads and kinds: with what is left, and without it. Of the archive codec, too; 0: it
+  // was not tried.
+  double error, data_free;
+  double archive_error, archive_data_free;
+  bool archive_refused;                  // in this trial
   char worst[QKV_PROBATION_REASON_MAX];  // of the part that did worst against the data-free code; "": none was tried
 } qkv_verdict;
 

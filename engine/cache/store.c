@@ -408,10 +408,17 @@ static qkv_status check_place(qkv_store *store, const qkv_session_config *config
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-sessions is %zu, all are in use", store->config.sessions_max);
 }
 
+static bool has_archive_calibration(const qkv_model *model) {
+  const qkv_calibration *calibration = qkv_calibration_slot_get(model->calibration);
+  const bool has = calibration != NULL && !qkv_calibration_archive_refused(calibration);
+  qkv_calibration_unref(&calibration);
+  return has;
+}
+
 void qkv_store_resolve(const qkv_model *model, const qkv_session_config *config, qkv_policy *policy) {
   const bool archived = config->archived && config->purpose == QKV_PURPOSE_FETCH && policy->codec == NULL;
   qkv_model_merge_policy(model, config->tenant, policy);
-  if (archived && qkv_calibration_slot_version(model->calibration) != 0) (void)qkv_model_archive(model, policy);
+  if (archived && has_archive_calibration(model)) (void)qkv_model_archive(model, policy);
 }
 
 static qkv_status open_locked(qkv_store *store, qkv_session_config *config, qkv_account *account,

@@ -69,6 +69,10 @@ uint64_t qkv_calibration_tokens(const qkv_calibration *calibration) {
   return ((const qkvi_calibration_header *)calibration->bytes)->tokens;
 }
 
+bool qkv_calibration_archive_refused(const qkv_calibration *calibration) {
+  return ((const qkvi_calibration_header *)calibration->bytes)->archive_refused != 0;
+}
+
 const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *calibration) {
   return &calibration->shape;
 }

@@ -16,14 +16,14 @@
 //   +--------------------------------+  192           16  u64 XXH3-64 of the file with this field 0
 //   | layer 0, KV head 0: K attend   |                24  u32 layers         28  u32 kv_heads
 //   |   [ K archive: with RoPE only ]|                32  u32 q_heads        36  u32 key_dim
-//   |   V                            |                40  u32 value_dim      44  u8  band_k   45 u8 band_v   46 u16 0
-//   +--------------------------------+                48  u64 tokens that it was learnt from
-//   | layer 0, KV head 1: the same   |                56  f64 rope.theta (0: none, and so is the rest)
-//   +--------------------------------+                64  u32 rope.width     68  u8  interleaved   69 u8 scaling
-//   | ...                            |                70  u16 0              72  f64 factor
-//   +--------------------------------+                80  u64 original_max_position
-//   | sections, of format 3          |                88  f64 low_freq_factor       96  f64 high_freq_factor
-//   +--------------------------------+  bytes
+//   |   V                            |                40  u32 value_dim      44  u8  band_k   45 u8 band_v
+//   +--------------------------------+                46  u16 archive_refused (0, 1)
+//   | layer 0, KV head 1: the same   |                48  u64 tokens that it was learnt from
+//   +--------------------------------+                56  f64 rope.theta (0: none, and so is the rest)
+//   | ...                            |                64  u32 rope.width     68  u8  interleaved   69 u8 scaling
+//   +--------------------------------+                70  u16 0              72  f64 factor
+//   | sections, of format 3          |                80  u64 original_max_position
+//   +--------------------------------+  bytes         88  f64 low_freq_factor       96  f64 high_freq_factor
 //   part (K attend, K archive or V; dim = d)         104  f64 beta_fast            112  f64 beta_slow
 //    0  u16 anchor_pairs (format 1, K attend only)   120  f64 attention_factor     128 ... 191  0
 //    2  i8  tier_offset, eighths     3  u8  0     4  f32 heavy_least (format 2, K attend only)     8 ... 63  0
@@ -119,6 +119,9 @@ uint32_t qkv_calibration_version(const qkv_calibration *calibration);
 uint64_t qkv_calibration_hash(const qkv_calibration *calibration);
 // Tokens that it was learnt from.
 uint64_t qkv_calibration_tokens(const qkv_calibration *calibration);
+// Whether the archive codec (engine/cache/model.h) has turned out worse with it than embedded without a calibration.
+// ecsq then codes as without one.
+bool qkv_calibration_archive_refused(const qkv_calibration *calibration);
 const qkv_calibration_shape *qkv_calibration_shape_of(const qkv_calibration *calibration);
 
 // INVALID_ARGUMENT "calibration.key_dim is 64, the model has 128" unless it was made for a model of this shape.
@@ -132,6 +135,10 @@ qkv_status qkv_calibration_check(const qkv_calibration *calibration, const qkv_c
 // on failure too, and the memory where that is the last one. One reference in *out, else NULL.
 qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const bool *drop, const int8_t *offsets,
                                   const bool *forget, qkv_calibration **out, qkv_error *error);
+
+// The same calibration with the archive codec refused. Version and references as of qkv_calibration_adjust.
+qkv_status qkv_calibration_refuse_archive(const qkv_calibration **calibration, qkv_calibration **out,
+                                          qkv_error *error);
 
 // Which sections a calibration is to have: of each row of the codec table, 1 << bits.
 #define QKV_CODECS_MAX 32

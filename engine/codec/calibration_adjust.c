@@ -1,4 +1,4 @@
-// A calibration of which some parts are data-free, or have other bits.
+// A calibration of which some parts are data-free, or have other bits, or whose archive codec is refused.
 #include <stdlib.h>
 #include <string.h>
 
@@ -59,5 +59,12 @@ qkv_status qkv_calibration_adjust(const qkv_calibration **calibration, const boo
     }
     if (offsets != NULL) view.header->tier_offset = offsets[i];
   }
+  return qkvi_calibration_finish(bytes, out, error);
+}
+
+qkv_status qkv_calibration_refuse_archive(const qkv_calibration **calibration, qkv_calibration **out,
+                                          qkv_error *error) {
+  uint8_t *bytes = qkvi_calibration_take(calibration);
+  ((qkvi_calibration_header *)bytes)->archive_refused = 1;
   return qkvi_calibration_finish(bytes, out, error);
 }

@@ -259,7 +259,7 @@ static qkv_status check_header(const uint8_t *bytes, size_t size, qkv_calibratio
   QKV_TRY(check_shape(shape, header.band_k, header.band_v, error));
   QKV_TRY(read_rope(&header, &shape->rope, error));
   static const uint64_t none[sizeof header.reserved2 / sizeof(uint64_t)] = {0};
-  if (header.reserved0 != 0 || header.reserved1 != 0 || memcmp(header.reserved2, none, sizeof none) != 0) {
+  if (header.archive_refused > 1 || header.reserved1 != 0 || memcmp(header.reserved2, none, sizeof none) != 0) {
     REFUSE("calibration has something in reserved fields");
   }
   const size_t due = qkvi_calibration_size(shape, header.format, header.band_k, header.band_v);

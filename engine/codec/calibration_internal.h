@@ -13,7 +13,7 @@ typedef struct qkvi_calibration_header {
   uint64_t checksum;
   uint32_t layers, kv_heads, q_heads, key_dim, value_dim;
   uint8_t band_k, band_v;
-  uint16_t reserved0;
+  uint16_t archive_refused;
   uint64_t tokens;
   double theta;
   uint32_t width;

@@ -62,6 +62,7 @@ static void make_head(const qkv_part_coder *coder, const qkv_coder_spec *spec, c
   int32_t *levels = (int32_t *)ecsq_levels(head, dim);
   int tier = coder->tier;
   qkvi_ecsq_fill();
+  if (calibration != NULL && qkv_calibration_archive_refused(calibration)) calibration = NULL;
   head->transform = calibration == NULL ? NULL : qkv_calibration_transform(calibration, layer, kv_head, kind);
   if (head->transform == NULL || head->transform->analysis == NULL)
     head->transform = qkv_transform_uniform((uint16_t)dim);

@@ -2,11 +2,11 @@
 // fetched: a row's codes have no fixed place, so attention decodes pages first.
 //
 // Rows go through the head's transform (keys before RoPE, as in the archive frame; without a calibration the
-// data-free one). Each coordinate times the root of its weight is divided by the page's step, which is one for all
-// heads, keys and values, so that all errors count alike, and rounded: coordinates that are small compared with it
-// become zeros at almost no cost. Steps are powers of 2^(1/16). The page takes about the least step that fits its
-// budget. Rows that are short, and sinks, have finer steps, so that no row errs much by its own length; long ones
-// need none, as any code can be written.
+// data-free one, likewise with one that says that the archive codec is refused). Each coordinate times the root of
+// its weight is divided by the page's step, which is one for all heads, keys and values, so that all errors count
+// alike, and rounded: coordinates that are small compared with it become zeros at almost no cost. Steps are powers of
+// 2^(1/16). The page takes about the least step that fits its budget. Rows that are short, and sinks, have finer
+// steps, so that no row errs much by its own length; long ones need none, as any code can be written.
 //
 // A code is coded by a distribution of a fixed ladder (ecsq_ladder.h), which the coordinate's deviation in steps
 // names: the row's gain times what the calibration says of the coordinate. Codes are rounded towards the cheaper one

@@ -3,7 +3,11 @@
 // code the mean of what has it is, in steps / 256. Of Student's t with 8 degrees of freedom; the borders between
 // codes are those of the least squared error + 0.1155 bits. Frequency 0: by an escape, which has what is left.
 //
-// Included by ecsq.c alone.
+// The numbers are part of the format. The program that made them is not kept: they are near to what the above gives
+// and not the same everywhere. What a context costs more than the entropy of its distribution, and how far its values
+// are from the means, ecsq_test.c measures.
+//
+// Included by ecsq_tables.c alone.
 #ifndef QKV_ENGINE_CODEC_ECSQ_LADDER_H
 #define QKV_ENGINE_CODEC_ECSQ_LADDER_H
 

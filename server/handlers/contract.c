@@ -313,6 +313,7 @@ void qkvi_calibration_write(const qkv_model *model, qkvi_calibration_message *me
   out->attention_error_data_free = read->data_free;
   out->parts = read->parts;
   out->parts_data_free = read->dropped;
+  out->archive_refused = read->archive_refused;
   out->on_trial = read->on_trial;
   out->refused = read->refused;
   out->refusal = read->refusal;

@@ -209,6 +209,7 @@ static void a_good_one_is_used_once_it_was_tried(void **state) {
   assert_true(now->attention_error > 0 && now->attention_error < now->attention_error_data_free);
   assert_int_equal(now->parts, 3 * KV_LAYERS * KV_HEADS);
   assert_int_equal(now->refused, 0);
+  assert_false(now->archive_refused);
   assert_string_equal(now->rope_doubt, "");
   const uint32_t version = now->version;
   assert_true(version != 0);
@@ -220,6 +221,29 @@ static void a_good_one_is_used_once_it_was_tried(void **state) {
   assert_true(info->calibration_since_unix_ms == now->since_unix_ms);
   assert_true(info->watched_error > 0 && info->watched_error < info->watched_error_data_free);
   qkv__v1__session_info__free_unpacked(info, NULL);
+  qkv__v1__get_model_response__free_unpacked(model, NULL);
+  kv_stop(&daemon, &client);
+  qkv_calibration_unref(&ours);
+}
+
+// The codec has 1.5 bits for 2: it errs more with a calibration than what sessions have without. All else is as
+// usual.
+static void an_archive_codec_that_is_worse_is_refused_alone(void **state) {
+  (void)state;
+  fixture_daemon *daemon;
+  fixture_client *client;
+  const qkv_calibration *ours = learn_here(STRUCTURED);
+  kv_start((const char *[]){"--calibrate-tokens=0", "--bits-k=2", "--bits-v=2", "--archive-codec=turboquant-outliers",
+                            NULL},
+           &daemon, &client);
+  bring(client, ours, false);
+  feed(client, "s", STRUCTURED, 1);
+  wait_for(client, "qkvd_archive_codecs_refused_total", 1);
+  Qkv__V1__GetModelResponse *model = get_model(client);
+  const Qkv__V1__CalibrationState *now = model->calibration;
+  assert_true(now->version != 0 && now->archive_refused && now->refused == 0 && now->tried);
+  assert_true(now->attention_error > 0 && now->attention_error < now->attention_error_data_free);
+  assert_true(kv_metric(client, "qkvd_calibrations_refused_total") == 0);
   qkv__v1__get_model_response__free_unpacked(model, NULL);
   kv_stop(&daemon, &client);
   qkv_calibration_unref(&ours);
@@ -359,6 +383,7 @@ static void odd_traffic_does_not_make_it_worse(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(a_good_one_is_used_once_it_was_tried),
+      cmocka_unit_test(an_archive_codec_that_is_worse_is_refused_alone),
       cmocka_unit_test(one_that_does_not_fit_is_refused),
       cmocka_unit_test(a_trusted_one_is_used_at_once),
       cmocka_unit_test(odd_traffic_does_not_make_it_worse),

@@ -108,7 +108,18 @@ static void test_calibrations(void **state) {
   expect(say("\"calibration\":%u", version), "'" QKVCTL_PATH "' session s --json");
   expect(say(" %08x ", version), "'" QKVCTL_PATH "' sessions");
   expect(say("\"calibration\":%u", version), "'" QKVCTL_PATH "' sessions --json");
-  qkv_calibration_unref(&made);
+
+  // Not for the archive codec.
+  expect("\"archive_refused\":false", lines);
+  qkv_calibration *refused = NULL;
+  assert_int_equal(qkv_calibration_refuse_archive(&made, &refused, NULL), QKV_OK);
+  brings.calibration = qkv_calibration_bytes(refused, &brings.calibration_bytes);
+  if (qkv_client_register_model(client, &brings, &error) != 0) fail_msg("%s", error.text);
+  expect(say("\ncalibrated: calibration %08x is not for the archive codec, which is worse with it than data-free\n",
+             qkv_calibration_version(refused)),
+         table);
+  expect("\"archive_refused\":true", lines);
+  qkv_calibration_unref((const qkv_calibration **)&refused);
 }
 
 int main(void) {

@@ -5,6 +5,7 @@
 // cmocka wants the above first
 #include <cmocka.h>
 
+#include "engine/cache/session_spill.h"
 #include "tests/engine/cache/taught_store.h"
 
 static qkv_store *make_archive(const char *codec, qkv_layer_override *overrides, const qkv_policy *own,
@@ -137,25 +138,29 @@ static void models_that_say_otherwise_do_not(void **state) {
 static void note_outcome(void *context, const qkv_model *model, const qkv_learner_outcome *outcome) {
   (void)model;
   assert_int_equal(outcome->end, QKV_LEARNER_ACCEPTED);
-  *(double *)context = outcome->error;
+  assert_false(outcome->archive_refused);
+  *(qkv_learner_outcome *)context = *outcome;
 }
 
-// The errors of a trial are over the archive codec's, too, before a session has it.
+// Before a session has it. What others are worth is another figure.
 static void calibrations_are_tried_with_it(void **state) {
   (void)state;
   const char *const codecs[] = {NULL, "ecsq"};
-  double errors[2];
+  qkv_learner_outcome outcomes[2];
   for (size_t i = 0; i < 2; i++) {
     const qkv_model *model;
     qkv_store *store = make_archive(codecs[i], NULL, NULL, &model);
     sequence rows = structured_rows(model, TOKENS, 7);
     feed(store, &rows);
-    assert_true(qkv_store_learn(store, NULL, note_outcome, &errors[i]));
+    assert_true(qkv_store_learn(store, NULL, note_outcome, &outcomes[i]));
     free_sequence(&rows);
     qkv_store_destroy(&store);
   }
+  assert_true(outcomes[0].archive_error == 0 && outcomes[0].archive_data_free == 0);
+  assert_true(outcomes[1].error == outcomes[0].error && outcomes[1].data_free == outcomes[0].data_free);
   // It errs less than embedded does.
-  assert_true(errors[1] > 0 && errors[1] < errors[0]);
+  assert_true(outcomes[1].archive_error > 0 && outcomes[1].archive_error < outcomes[1].error);
+  assert_true(outcomes[1].archive_data_free > outcomes[1].archive_error);
 }
 
 static void keep_outcome(void *context, const qkv_model *model, const qkv_learner_outcome *outcome) {
@@ -163,21 +168,75 @@ static void keep_outcome(void *context, const qkv_model *model, const qkv_learne
   *(qkv_learner_outcome *)context = *outcome;
 }
 
-// With a codec whose 2 bits are 1.5 on average the errors are larger than without a calibration; over all kinds they
-// are not, and no part of a head falls back.
-static void it_is_to_be_better_than_without_a_calibration(void **state) {
+static qkv_calibration_state state_of(const qkv_model *model) {
+  qkv_calibration_state state;
+  qkv_learner_read_state(model->learner, &state);
+  return state;
+}
+
+// A codec whose 2 bits are 1.5 on average errs more with the calibration than what sessions have without: it alone is
+// refused, and sessions to be fetched have embedded, with the calibration.
+static void one_that_is_worse_is_refused_alone(void **state) {
   (void)state;
   const qkv_model *model;
+  qkv_session *session;
   qkv_learner_outcome outcome = {0};
   qkv_store *store = make_archive("turboquant-outliers", NULL, NULL, &model);
   sequence rows = structured_rows(model, TOKENS, 7);
   feed(store, &rows);
   assert_true(qkv_store_learn(store, NULL, keep_outcome, &outcome));
-  assert_int_equal(outcome.end, QKV_LEARNER_REFUSED);
+  assert_int_equal(outcome.end, QKV_LEARNER_ACCEPTED);
+  assert_true(outcome.archive_refused && outcome.archive_error > outcome.archive_data_free);
   assert_true(outcome.error < outcome.data_free && outcome.dropped == 0);
-  assert_int_equal(qkv_calibration_slot_version(model->calibration), 0);
+  const qkv_calibration_state now = state_of(model);
+  assert_true(now.version != 0 && now.archive_refused && now.refused == 0);
+  assert_string_equal(codec_of(store, attended, NULL), "embedded");
+  assert_string_equal(codec_of(store, NULL, &session), "embedded");
+  append_all(session, &rows, 0, TOKENS);
+  const qkv_calibration *made = NULL;
+  assert_int_equal(qkv_session_calibrations(session, 0, &made, 1), 1);
+  assert_int_equal(qkv_calibration_version(made), now.version);
+  qkv_calibration_unref(&made);
+  qkv_session_unref(&session);
   free_sequence(&rows);
   qkv_store_destroy(&store);
+}
+
+// A calibration says so itself, so that it is so after a restart, too, before any trial.
+static void it_stays_refused_where_the_calibration_is_brought_again(void **state) {
+  (void)state;
+  const qkv_model *model, *other;
+  qkv_store *store = make_archive("ecsq", NULL, NULL, &model), *next = make_archive("ecsq", NULL, NULL, &other);
+  teach(store, model);
+  assert_string_equal(codec_of(store, NULL, NULL), "ecsq");
+  assert_false(state_of(model).archive_refused);
+  const qkv_calibration *learnt = qkv_calibration_slot_get(model->calibration);
+  qkv_calibration *refused = NULL, *read = NULL;
+  assert_int_equal(qkv_calibration_refuse_archive(&learnt, &refused, NULL), QKV_OK);
+  size_t size;
+  const void *bytes = qkv_calibration_bytes(refused, &size);
+  qkv_error error = {0};
+  if (qkv_calibration_read(bytes, size, &read, &error) != QKV_OK) fail_msg("%s", error.text);
+  assert_true(qkv_calibration_archive_refused(read));
+  assert_int_equal(qkv_model_calibrate(other, read, QKV_CALIBRATION_STORED, false, NULL), QKV_OK);
+  assert_int_equal(state_of(other).version, qkv_calibration_version(refused));
+  assert_true(state_of(other).archive_refused);
+  assert_string_equal(codec_of(next, NULL, NULL), "embedded");
+  // A trial in which the archive codec does well does not take it back.
+  qkv_learner_outcome outcome = {0};
+  sequence rows = structured_rows(other, TOKENS, 9);
+  feed(next, &rows);
+  assert_true(qkv_store_learn(next, NULL, keep_outcome, &outcome));
+  assert_int_equal(outcome.end, QKV_LEARNER_ACCEPTED);
+  assert_false(outcome.archive_refused);
+  assert_true(state_of(other).archive_refused && state_of(other).tried);
+  assert_string_equal(codec_of(next, NULL, NULL), "embedded");
+  free_sequence(&rows);
+  const qkv_calibration *made = refused, *brought = read;
+  qkv_calibration_unref(&made);
+  qkv_calibration_unref(&brought);
+  qkv_store_destroy(&store);
+  qkv_store_destroy(&next);
 }
 
 int main(void) {
@@ -185,7 +244,8 @@ int main(void) {
       cmocka_unit_test(sessions_that_are_fetched_under_a_calibration_have_it),
       cmocka_unit_test(models_that_say_otherwise_do_not),
       cmocka_unit_test(calibrations_are_tried_with_it),
-      cmocka_unit_test(it_is_to_be_better_than_without_a_calibration),
+      cmocka_unit_test(one_that_is_worse_is_refused_alone),
+      cmocka_unit_test(it_stays_refused_where_the_calibration_is_brought_again),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

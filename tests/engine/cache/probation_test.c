@@ -115,7 +115,8 @@ static qkv_store *make_store_of(const qkv_codec *codec, double bits, uint64_t to
       .models_max = 4,
       .sessions_max = 16,
       .policy = {.codec = codec, .bits_k = bits, .bits_v = bits, .learn_said = true, .learn = true},
-      .calibrate_tokens = tokens};
+      .calibrate_tokens = tokens,
+      .archive_codec = qkv_codec_by_name("ecsq")};
   const qkv_model said = {.name = "odd",
                           .layers = LAYERS,
                           .kv_heads = HEADS,
@@ -134,9 +135,10 @@ static qkv_store *make_store(double bits, uint64_t tokens, const qkv_model **mod
   return make_store_of(qkv_codec_by_id(QKV_CODEC_EMBEDDED), bits, tokens, model);
 }
 
+// To be fetched: by the archive codec, unless another one is named.
 static qkv_session *open_session_of(qkv_store *store, const char *name, qkv_purpose purpose, const qkv_codec *codec,
                                     const qkv_codec *codec_v) {
-  qkv_session_config config = {.tenant = "default", .purpose = purpose, .policy = QKV_POLICY_UNSET};
+  qkv_session_config config = {.tenant = "default", .purpose = purpose, .policy = QKV_POLICY_UNSET, .archived = true};
   config.name = name;
   config.policy.codec = codec;
   config.policy.codec_v = codec_v;

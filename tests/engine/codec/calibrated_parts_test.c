@@ -142,6 +142,23 @@ static void steps_follow_the_calibration(void **state) {
   }
 }
 
+// A calibration that says that the archive codec is refused is none for ecsq, and the same for others.
+static void refused_calibrations_are_none_for_ecsq(void **state) {
+  (void)state;
+  const qkv_rope none = {0};
+  const qkv_calibration *calibration = learn(&none);
+  double others[2], without[2], with[2];
+  const size_t other_bytes = measure("turboquant-outliers", 2, &none, calibration, others);
+  qkv_calibration *refused = NULL;
+  assert_int_equal(qkv_calibration_refuse_archive(&calibration, &refused, NULL), QKV_OK);
+  const size_t bytes = measure("ecsq", 2, &none, NULL, without);
+  assert_int_equal(measure("ecsq", 2, &none, refused, with), bytes);
+  assert_memory_equal(with, without, sizeof with);
+  assert_int_equal(measure("turboquant-outliers", 2, &none, refused, with), other_bytes);
+  assert_memory_equal(with, others, sizeof with);
+  qkv_calibration_unref((const qkv_calibration **)&refused);
+}
+
 // Each sub-vector has points of its own for what it is like.
 static void codebooks_of_the_calibration_gain(void **state) {
   (void)state;
@@ -237,9 +254,11 @@ static void as_many_channels_as_are_said(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(channels_of_the_calibration_get_the_bits), cmocka_unit_test(as_many_channels_as_are_said),
-      cmocka_unit_test(steps_follow_the_calibration), cmocka_unit_test(codebooks_of_the_calibration_gain),
-      cmocka_unit_test(codebooks_go_with_parts)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(channels_of_the_calibration_get_the_bits),
+                                     cmocka_unit_test(as_many_channels_as_are_said),
+                                     cmocka_unit_test(steps_follow_the_calibration),
+                                     cmocka_unit_test(refused_calibrations_are_none_for_ecsq),
+                                     cmocka_unit_test(codebooks_of_the_calibration_gain),
+                                     cmocka_unit_test(codebooks_go_with_parts)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -11,7 +11,7 @@
 
 #include "engine/base/cpu.h"
 #include "engine/codec/codec.h"
-#include "engine/codec/rans.h"
+#include "engine/codec/ecsq_internal.h"
 #include "engine/kernel/kernel.h"
 #include "tests/engine/codec/coded_page.h"
 
@@ -78,6 +78,75 @@ static void planted_rows_are_coded_as_well_as_others(void **state) {
       }
       release(&page);
     }
+  }
+}
+
+// Steps of rows that are more than two octaves longer than others grow with them: their relative error is that of
+// rows four times as long as usual, a sixteenth of the usual one, however long they are.
+static void long_rows_do_not_take_the_bits_of_others(void **state) {
+  (void)state;
+  static const float factors[] = {8, 30, 1000, 1e5f};
+  naive_random random = {10};
+  for (size_t f = 0; f < sizeof factors / sizeof *factors; f++) {
+    coded page;
+    setup(&page, &(way){"ecsq", NULL, 3, 3, 0}, DIM, DIM, NULL);
+    encode(&page, &random, QKV_PAGE_TOKENS, gaussian);
+    const double usual = error_of(&page, QKV_V);
+    for (size_t c = 0; c < (size_t)HEADS * DIM; c++) page.v[20 * HEADS * DIM + c] *= factors[f];
+    encode_again(&page, 640);
+    const double error = row_error(&page, QKV_V, 20, 0);
+    if (error > usual / 6 || error < usual / 40) fail_msg("times %g: %g, usually %g", factors[f], error, usual);
+    release(&page);
+  }
+}
+
+// ---- The ladder ----
+
+// Student's t with 8 degrees of freedom: what is below x, and the integral of t f(t) from x on.
+static double t_below(double x) {
+  const double angle = atan(x / sqrt(8)), square = cos(angle) * cos(angle);
+  return 0.5 + 0.5 * sin(angle) * (1 + square / 2 * (1 + square * 3 / 4 * (1 + square * 5 / 6)));
+}
+
+static double t_mean_from(double x) {
+  const double density = tgamma(4.5) / (sqrt(8 * M_PI) * tgamma(4));
+  return density * 8 / 7 * pow(1 + x * x / 8, -3.5);
+}
+
+// Where codes of a magnitude begin.
+static double border(unsigned context, unsigned magnitude) {
+  if (magnitude == 0) return 0;
+  return magnitude == 1 ? (double)qkvi_ecsq.borders[context].zero
+                        : (double)(magnitude - qkvi_ecsq.borders[context].offset);
+}
+
+// Of the distribution that a context stands for, scaled to its deviation in steps: codes take at most 1 % and 0.01
+// bits more than their entropy, and values are within 0.1 steps of the mean of what has their code (borders above
+// the second are taken to be whole steps from it).
+static void contexts_are_what_they_stand_for(void **state) {
+  (void)state;
+  qkvi_ecsq_fill();
+  for (unsigned context = 0; context < ECSQ_CONTEXTS; context++) {
+    const double scale = exp2((ECSQ_LEAST + (int)context) / 4.0) / sqrt(8.0 / 6);
+    double cost = 0, entropy = 0, left = 1;
+    for (int magnitude = 0; magnitude <= qkvi_ecsq.tops[context]; magnitude++) {
+      const double from = border(context, (unsigned)magnitude) / scale;
+      const double to = border(context, (unsigned)magnitude + 1) / scale;
+      const double share = t_below(to) - t_below(from);  // of one sign; of 0 half
+      const ecsq_symbol *symbol = &qkvi_ecsq.symbols[context][ECSQ_HALF + magnitude];
+      const double codes = magnitude == 0 ? 1 : 2, own = magnitude == 0 ? 2 * share : share;
+      cost += codes * own * -log2(symbol->frequency / (double)RANS_TOTAL);
+      entropy += codes * own * -log2(own);
+      left -= 2 * share;
+      const double mean = scale * (t_mean_from(from) - t_mean_from(to)) / share;
+      if (magnitude > 0 && share > 0.002 && fabs(mean - (double)symbol->value) > 0.1)
+        fail_msg("context %u, code %d: its value is %g, the mean %g", context, magnitude, (double)symbol->value,
+                 mean);
+    }
+    const double escape = qkvi_ecsq.symbols[context][ECSQ_ESCAPE].frequency / (double)RANS_TOTAL;
+    cost += left * -log2(escape);
+    entropy += left * -log2(left);
+    if (cost > 1.01 * entropy + 0.01) fail_msg("context %u: %g bits, the entropy is %g", context, cost, entropy);
   }
 }
 
@@ -263,6 +332,7 @@ static void hostile_blocks(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(planted_rows_are_coded_as_well_as_others), cmocka_unit_test(single_coordinates),
+      cmocka_unit_test(long_rows_do_not_take_the_bits_of_others), cmocka_unit_test(contexts_are_what_they_stand_for),
       cmocka_unit_test(gaussian_rows_are_near_the_limit),         cmocka_unit_test(pages_stay_within_their_budget),
       cmocka_unit_test(symbols_are_put_as_by_division),           cmocka_unit_test(few_bits_are_put_as_many),
       cmocka_unit_test(every_machine_writes_the_same_bytes),      cmocka_unit_test(hostile_blocks),

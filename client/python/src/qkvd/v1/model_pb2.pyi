@@ -204,7 +204,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., q_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., rope: _Optional[_Union[Rope, _Mapping]] = ..., scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., policy: _Optional[_Union[CodecPolicy, _Mapping]] = ..., overrides: _Optional[_Iterable[_Union[LayerOverride, _Mapping]]] = ..., calibration: _Optional[bytes] = ..., calibration_trusted: bool = ..., calibration_kept: bool = ..., tenant: _Optional[str] = ..., shared: bool = ...) -> None: ...
 
 class CalibrationState(_message.Message):
-    __slots__ = ("source", "version", "since_unix_ms", "tokens", "trusted", "tried", "attention_error", "attention_error_data_free", "parts", "parts_data_free", "on_trial", "refused", "refusal", "watched_error", "watched_error_data_free", "rope_doubt")
+    __slots__ = ("source", "version", "since_unix_ms", "tokens", "trusted", "tried", "attention_error", "attention_error_data_free", "parts", "parts_data_free", "on_trial", "refused", "refusal", "watched_error", "watched_error_data_free", "rope_doubt", "archive_refused")
     class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         SOURCE_NONE: _ClassVar[CalibrationState.Source]
@@ -233,6 +233,7 @@ class CalibrationState(_message.Message):
     WATCHED_ERROR_FIELD_NUMBER: _ClassVar[int]
     WATCHED_ERROR_DATA_FREE_FIELD_NUMBER: _ClassVar[int]
     ROPE_DOUBT_FIELD_NUMBER: _ClassVar[int]
+    ARCHIVE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     source: CalibrationState.Source
     version: int
     since_unix_ms: int
@@ -249,7 +250,8 @@ class CalibrationState(_message.Message):
     watched_error: float
     watched_error_data_free: float
     rope_doubt: str
-    def __init__(self, source: _Optional[_Union[CalibrationState.Source, str]] = ..., version: _Optional[int] = ..., since_unix_ms: _Optional[int] = ..., tokens: _Optional[int] = ..., trusted: bool = ..., tried: bool = ..., attention_error: _Optional[float] = ..., attention_error_data_free: _Optional[float] = ..., parts: _Optional[int] = ..., parts_data_free: _Optional[int] = ..., on_trial: _Optional[int] = ..., refused: _Optional[int] = ..., refusal: _Optional[str] = ..., watched_error: _Optional[float] = ..., watched_error_data_free: _Optional[float] = ..., rope_doubt: _Optional[str] = ...) -> None: ...
+    archive_refused: bool
+    def __init__(self, source: _Optional[_Union[CalibrationState.Source, str]] = ..., version: _Optional[int] = ..., since_unix_ms: _Optional[int] = ..., tokens: _Optional[int] = ..., trusted: bool = ..., tried: bool = ..., attention_error: _Optional[float] = ..., attention_error_data_free: _Optional[float] = ..., parts: _Optional[int] = ..., parts_data_free: _Optional[int] = ..., on_trial: _Optional[int] = ..., refused: _Optional[int] = ..., refusal: _Optional[str] = ..., watched_error: _Optional[float] = ..., watched_error_data_free: _Optional[float] = ..., rope_doubt: _Optional[str] = ..., archive_refused: bool = ...) -> None: ...
 
 class RegisterModelRequest(_message.Message):
     __slots__ = ("model",)
