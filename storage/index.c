@@ -183,7 +183,7 @@ static index_run *run_for(qkvi_index *index, const qkvi_entry *entry) {
   const uint32_t record_high = (uint32_t)(entry->record >> 32), position_high = (uint32_t)(entry->position >> 32);
   index_session *session = qkvi_index_session(index, entry->session);
   if (session == NULL) session = qkvi_numbered_add(&index->sessions, entry->session);
-  if (!qkvi_index_has_runs(session)) qkvi_index_set_apart(session);
+  if (!qkvi_index_has_runs(session)) qkvi_index_make_place(index, session);
   index_run **link = &session->runs;
   while (*link != NULL && ((*link)->record_high != record_high || (*link)->position_high != position_high))
     link = &(*link)->next;

@@ -30,7 +30,8 @@
 //   16       the packed records
 //
 // It names slots of segments, so it counts in this process alone. The record that it is the payload of has its
-// checksum.
+// checksum. A session of one record, as a folded fork without rows of its own, takes no memory for that: the record
+// lies where otherwise the place of what is packed does.
 //
 // Threads: guarded by the owner's lock.
 #ifndef QKV_STORAGE_INDEX_H

@@ -41,13 +41,20 @@ typedef struct packed_session {
 // What is packed of it is in memory, on the disk, or nowhere.
 //
 //   in memory or nowhere           runs | packed_session, or none  | 0
+//   one record without runs        that record                     | single
 //   on the disk, in a record       where that record lies          | unloaded
 //   so, and records were put since runs | qkvi_entry of that record | unloaded, apart
 typedef struct index_session {
   uint64_t session;
-  uint64_t segments : QKVI_INDEX_MASK;  // of what is packed: bit (slot % QKVI_INDEX_MASK) of each that has a record,
-                                        // that which it is unloaded to included
-  uint64_t record_high : 24;            // of that record, as the fields of packed_record, and those below
+  union {
+    // Of what is packed: bit (slot % QKVI_INDEX_MASK) of each segment that has a record, that which it is unloaded to
+    // included.
+    uint64_t segments : QKVI_INDEX_MASK;
+    struct {
+      uint64_t layer : 16, tokens : 10, kind : 4, unused : 10;  // of a single record
+      uint64_t record_high : 24;  // of that record, as the fields of packed_record, and those below
+    };
+  };
   union {
     index_run *runs;  // the one that was added to last first
     struct {
@@ -56,11 +63,11 @@ typedef struct index_session {
   };
   union {
     struct {
-      uint64_t address : 61;  // malloc's, / INDEX_ALIGN
-      uint64_t unloaded : 1, apart : 1, stays_packed : 1;
+      uint64_t address : 60;  // malloc's, / INDEX_ALIGN
+      uint64_t unloaded : 1, apart : 1, stays_packed : 1, single : 1;
     };
     struct {
-      uint64_t segment : 24, raw : 24, blocks : 13, flags : 3;
+      uint64_t segment : 24, raw : 24, blocks : 12, flags : 4;
     };
   };
 } index_session;
@@ -93,24 +100,24 @@ static inline record_group *qkvi_index_group(const qkvi_index *index, uint32_t g
 }
 
 static inline bool qkvi_index_has_runs(const index_session *session) {
-  return !session->unloaded || session->apart;
+  return !session->single && (!session->unloaded || session->apart);
 }
 
 static inline index_run *qkvi_index_runs(const index_session *session) {
   return qkvi_index_has_runs(session) ? session->runs : NULL;
 }
 
-// What is packed of it in memory; NULL: nothing.
+// What is packed of it in memory, but for a single record; NULL: nothing.
 static inline packed_session *qkvi_index_packed(const index_session *session) {
-  return session->unloaded ? NULL : (packed_session *)(uintptr_t)(session->address * INDEX_ALIGN);
+  return session->unloaded || session->single ? NULL : (packed_session *)(uintptr_t)(session->address * INDEX_ALIGN);
 }
 
 // NULL: it has no records.
 index_session *qkvi_index_session(const qkvi_index *index, uint64_t session);
 // Frees what its address is of, for a session that has runs or is to end.
 void qkvi_index_free_address(index_session *session);
-// An unloaded session gets runs, as records of it are put; and loses the last one.
-void qkvi_index_set_apart(index_session *session);
+// A session without a place for runs gets one, as records of it are put; and an unloaded one loses the last run.
+void qkvi_index_make_place(qkvi_index *index, index_session *session);
 void qkvi_index_join(index_session *session);
 // Records that are not packed.
 uint64_t qkvi_index_count(const qkvi_index *index, const index_session *session);

@@ -29,7 +29,8 @@ enum {
   PACKED_MAX = 1 + 9 * 10  // bytes of a record: flags, and nine varints
 };
 
-_Static_assert(sizeof(payload_header) + QKVI_PACKED_MAX * PACKED_MAX <= 1 << 24, "as wide as index_session.raw");
+_Static_assert(sizeof(payload_header) + QKVI_PACKED_MAX * PACKED_MAX < 1 << 23,
+               "as wide as the fields of index_session");
 
 static uint8_t *put_varint(uint8_t *at, uint64_t value) {
   for (; value >= 0x80; value >>= 7) *at++ = (uint8_t)(value | 0x80);
@@ -165,7 +166,7 @@ static void add_packed(qkvi_index *index, const index_session *session, const ui
 
 static void set_address(index_session *session, const void *block) {
   assert((uintptr_t)block % INDEX_ALIGN == 0);
-  session->address = (uintptr_t)block / INDEX_ALIGN & (UINT64_MAX >> 3);
+  session->address = (uintptr_t)block / INDEX_ALIGN & (UINT64_MAX >> 4);
 }
 
 void qkvi_index_free_address(index_session *session) {
@@ -173,8 +174,58 @@ void qkvi_index_free_address(index_session *session) {
   set_address(session, NULL);
 }
 
+static qkvi_entry single_of(const index_session *session) {
+  return (qkvi_entry){.record = (uint64_t)session->record_high << 40 | session->record_low,
+                      .session = session->session,
+                      .offset = (uint64_t)session->at * QKV_STORAGE_BLOCK,
+                      .extent = (uint64_t)session->blocks * QKV_STORAGE_BLOCK,
+                      .raw_bytes = (uint32_t)session->raw + 1,
+                      .segment = (uint32_t)session->segment,
+                      .layer = (uint32_t)session->layer,
+                      .tokens = (uint32_t)session->tokens + 1,
+                      .kind = (uint16_t)session->kind};
+}
+
+static void put_place(index_session *session, const qkvi_entry *entry) {
+  session->record_high = entry->record >> 40 & 0xffffff;
+  session->record_low = entry->record & (UINT64_MAX >> 24);
+  session->at = entry->offset / QKV_STORAGE_BLOCK & 0xffffff;
+  session->segment = entry->segment & 0xffffff;
+  session->raw = (entry->raw_bytes - 1) & 0xffffff;
+  session->blocks = entry->extent / QKV_STORAGE_BLOCK & 0xfff;
+}
+
+static bool may_be_single(const qkvi_entry *entry) {
+  return entry->position == 0 && entry->extent / QKV_STORAGE_BLOCK < 1u << 12 && entry->raw_bytes - 1 < 1u << 24;
+}
+
+static void make_single(index_session *session, const qkvi_entry *entry) {
+  session->single = 1;
+  put_place(session, entry);
+  session->layer = entry->layer & 0xffff;
+  session->tokens = (entry->tokens - 1) & 0x3ff;
+  session->kind = entry->kind & 0xf;
+  session->unused = 0;
+}
+
+// The caller adds the record, or packs it otherwise.
+static qkvi_entry end_single(index_session *session) {
+  const qkvi_entry entry = single_of(session);
+  session->single = 0;
+  session->runs = NULL;
+  session->segments = segment_bit(entry.segment) & MASK;
+  set_address(session, NULL);
+  return entry;
+}
+
 // Adds the packed ones to the table.
 static void unpack_session(qkvi_index *index, index_session *session) {
+  if (session->single) {
+    const qkvi_entry entry = end_single(session);
+    index->packed_records--;
+    qkvi_index_add(index, &entry);
+    return;
+  }
   packed_session *packed = qkvi_index_packed(session);
   if (packed == NULL) return;
   set_address(session, NULL);
@@ -193,24 +244,32 @@ static void note_fresh(qkvi_index *index, const index_session *session) {
   index->fresh[index->fresh_count++] = session->session;
 }
 
+static void keep_packed(qkvi_index *index, index_session *session, const qkvi_entry *entries, uint32_t count) {
+  uint64_t segments;
+  packed_session *packed = pack_entries(entries, count, &segments);
+  set_address(session, packed);
+  session->segments = segments & MASK;
+  index->packed_bytes += sizeof *packed + packed->bytes;
+}
+
 // Of one that is unloaded, what came since stays as it is.
 static void pack_session(qkvi_index *index, index_session *session) {
-  if (session->unloaded || session->runs == NULL) return;
+  if (session->unloaded || session->single || session->runs == NULL) return;
   unpack_session(index, session);  // what came since goes with the others
   if (qkvi_index_count(index, session) > QKVI_PACKED_MAX) return;
   uint32_t count;
   qkvi_entry *entries = list_entries(index, session, &count);
-  uint64_t segments;
-  packed_session *packed = pack_entries(entries, count, &segments);
   index->packing = true;
   for (uint32_t i = 0; i < count; i++) qkvi_index_remove(index, entries[i].record);
   index->packing = false;
-  free(entries);
-  set_address(session, packed);
-  session->segments = segments & MASK;
   index->packed_records += count;
-  index->packed_bytes += sizeof *packed + packed->bytes;
-  note_fresh(index, session);
+  if (count == 1 && may_be_single(entries)) {
+    make_single(session, entries);
+  } else {
+    keep_packed(index, session, entries, count);
+    note_fresh(index, session);
+  }
+  free(entries);
 }
 
 void qkvi_index_pack(qkvi_index *index, uint64_t session, bool now) {
@@ -234,6 +293,7 @@ static bool may_lie_in(uint64_t segments, uint32_t segment) {
 }
 
 static bool lies_in(const index_session *session, uint32_t segment) {
+  if (session->single) return segment == QKVI_ANY_SEGMENT || session->segment == segment;
   const packed_session *packed = qkvi_index_packed(session);
   if (packed == NULL || !may_lie_in(session->segments, segment)) return false;
   const uint8_t *at = packed->data;
@@ -269,14 +329,11 @@ static qkvi_entry *apart_of(const index_session *session) {
 
 static qkvi_entry unloaded_to(const index_session *session) {
   if (session->apart) return *apart_of(session);
-  return (qkvi_entry){.record = (uint64_t)session->record_high << 40 | session->record_low,
-                      .session = session->session,
-                      .offset = (uint64_t)session->at * QKV_STORAGE_BLOCK,
-                      .extent = (uint64_t)session->blocks * QKV_STORAGE_BLOCK,
-                      .raw_bytes = (uint32_t)session->raw + 1,
-                      .segment = (uint32_t)session->segment,
-                      .tokens = 1,
-                      .kind = QKVI_RECORD_INDEX};
+  qkvi_entry entry = single_of(session);
+  entry.layer = 0;
+  entry.tokens = 1;
+  entry.kind = QKVI_RECORD_INDEX;
+  return entry;
 }
 
 static void put_apart(index_session *session, const qkvi_entry *entry) {
@@ -287,21 +344,24 @@ static void put_apart(index_session *session, const qkvi_entry *entry) {
 }
 
 static void put_inside(index_session *session, const qkvi_entry *entry) {
-  const uint64_t blocks = entry->extent / QKV_STORAGE_BLOCK;
-  assert(blocks < 1u << 13 && entry->raw_bytes - 1 < 1u << 24);
+  assert(entry->extent / QKV_STORAGE_BLOCK < 1u << 12 && entry->raw_bytes - 1 < 1u << 24);
   session->apart = 0;
-  session->record_high = entry->record >> 40 & 0xffffff;
-  session->record_low = entry->record & (UINT64_MAX >> 24);
-  session->at = entry->offset / QKV_STORAGE_BLOCK & 0xffffff;
-  session->segment = entry->segment & 0xffffff;
-  session->raw = (entry->raw_bytes - 1) & 0xffffff;
-  session->blocks = blocks & 0x1fff;
+  put_place(session, entry);
 }
 
-void qkvi_index_set_apart(index_session *session) {
+static void set_apart(index_session *session) {
   const qkvi_entry entry = unloaded_to(session);
   put_apart(session, &entry);
   session->runs = NULL;
+}
+
+void qkvi_index_make_place(qkvi_index *index, index_session *session) {
+  if (session->single) {
+    const qkvi_entry entry = end_single(session);
+    keep_packed(index, session, &entry, 1);
+  } else {
+    set_apart(session);
+  }
 }
 
 void qkvi_index_join(index_session *session) {
@@ -393,7 +453,7 @@ bool qkvi_index_load(qkvi_index *index, uint64_t session, const uint8_t *payload
   if (header.magic != PAYLOAD_MAGIC || header.version != PAYLOAD_VERSION || header.count > QKVI_PACKED_MAX ||
       !are_right(index, found, header.count, payload + sizeof header, bytes - sizeof header, lies, context))
     return false;
-  if (!found->apart) qkvi_index_set_apart(found);
+  if (!found->apart) set_apart(found);
   qkvi_index_free_address(found);
   found->unloaded = found->apart = 0;
   index->packed_records -= header.count;

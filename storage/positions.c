@@ -15,6 +15,11 @@ void qkvi_positions_init(qkvi_positions *positions, const uint64_t *of, uint32_t
   for (uint32_t i = 0; i < layers; i++) qkvi_positions_set(positions, layers, i, of[i]);
 }
 
+void qkvi_positions_copy(qkvi_positions *positions, const qkvi_positions *from, uint32_t layers) {
+  *positions = (qkvi_positions){.all = from->all};
+  for (uint32_t i = 0; i < layers; i++) qkvi_positions_set(positions, layers, i, qkvi_positions_at(from, i));
+}
+
 void qkvi_positions_deinit(qkvi_positions *positions) {
   free(positions->each);
   *positions = (qkvi_positions){.each = NULL};

@@ -12,8 +12,9 @@ typedef struct qkvi_positions {
   uint64_t all;    // then
 } qkvi_positions;
 
-// Copies `of` [layers].
+// Copies `of` [layers], or others.
 void qkvi_positions_init(qkvi_positions *positions, const uint64_t *of, uint32_t layers);
+void qkvi_positions_copy(qkvi_positions *positions, const qkvi_positions *from, uint32_t layers);
 void qkvi_positions_deinit(qkvi_positions *positions);
 
 static inline uint64_t qkvi_positions_at(const qkvi_positions *positions, uint32_t layer) {

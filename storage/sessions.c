@@ -5,15 +5,8 @@
 #include <string.h>
 
 #include "storage/internal.h"
-#include "storage/numbered.h"
 
-struct qkvi_sessions {
-  qkvi_numbered known;
-  qkvi_numbered scanned;  // none while the storage runs
-  uint64_t clock;
-  qkvi_sweep_fn *sweep;  // NULL: scanning
-  void *context;
-};
+enum { ALIKE_MAX = 16 };  // heirs that a new fork is compared with
 
 qkvi_sessions *qkvi_sessions_create(void) {
   qkvi_sessions *sessions = qkvi_checked(calloc(1, sizeof *sessions));
@@ -22,21 +15,12 @@ qkvi_sessions *qkvi_sessions_create(void) {
   return sessions;
 }
 
-// NULL: it has none.
-static lineage *own_lines(const qkvi_session *session) {
-  return session->lined ? (lineage *)(uintptr_t)(session->at * LINEAGE_ALIGN) : NULL;
-}
-
-static uint64_t time_of(const qkvi_session *session) {
-  const lineage *lines = own_lines(session);
-  return lines == NULL ? session->at : lines->time;
-}
-
 static void free_lineage(qkvi_session *session) {
   lineage *lines = own_lines(session);
   if (lines == NULL) return;
   session->at = lines->time & AT_MAX;
   session->lined = false;
+  if (--lines->sharers > 0) return;
   while (lines->cuts != NULL) {
     qkvi_cut *earlier = lines->cuts->earlier;
     free(lines->cuts);
@@ -66,20 +50,36 @@ static qkvi_session *find(const qkvi_sessions *sessions, uint64_t number) {
 
 // ---- The tree ----
 
-static const lineage *lines_of(const qkvi_session *session) {
-  static const lineage none;
-  const lineage *lines = own_lines(session);
-  return lines == NULL ? &none : lines;
+// Of a fork: the next older heir of its parent.
+static void link_lines(lineage *lines, lineage *older) {
+  lineage *above = own_lines(lines->parent);
+  lines->older = older;
+  lines->newer = older == NULL ? NULL : older->newer;
+  if (older != NULL) older->newer = lines;
+  if (lines->newer != NULL) {
+    lines->newer->older = lines;
+  } else {
+    above->heirs = lines;
+  }
 }
 
+// One that the session has alone, as it gets an heir or a cut.
 static lineage *need_lines(qkvi_session *session) {
-  lineage *lines = own_lines(session);
-  if (lines != NULL) return lines;
-  lines = qkvi_checked(calloc(1, sizeof *lines));
-  lines->time = session->at;
-  assert((uintptr_t)lines % LINEAGE_ALIGN == 0);
-  session->at = (uintptr_t)lines / LINEAGE_ALIGN & AT_MAX;
-  session->lined = true;
+  lineage *shared = own_lines(session);
+  if (shared != NULL && shared->sharers == 1) return shared;
+  lineage *lines = qkvi_checked(calloc(1, sizeof *lines));
+  lines->time = time_of(session);
+  if (shared != NULL) {
+    lines->depth = shared->depth;
+    lines->layers = shared->layers;
+    lines->parent = shared->parent;
+    qkvi_positions_copy(&lines->limits, &shared->limits, shared->layers);
+    qkvi_positions_copy(&lines->parent_limits, &shared->parent_limits, shared->layers);
+    qkvi_positions_copy(&lines->reach, &shared->reach, shared->layers);
+    link_lines(lines, shared);
+    shared->sharers--;
+  }
+  set_lines(session, lines);
   return lines;
 }
 
@@ -98,27 +98,62 @@ static qkvi_session *add(qkvi_sessions *sessions, const qkv_journal_entry *entry
   return session;
 }
 
-static void link_heir(qkvi_session *parent, qkvi_session *heir) {
-  lineage *lines = need_lines(heir), *above = need_lines(parent);
+// Whether a fork at these positions (NULL: only the tree counts) sees what the heir does.
+static bool is_alike(const lineage *heir, const qkv_journal_entry *entry) {
+  const uint32_t layers = entry->positions == NULL ? 0 : entry->layers;
+  if (heir->heirs != NULL || heir->cuts != NULL || heir->layers != layers) return false;
+  for (uint32_t layer = 0; layer < layers; layer++) {
+    if (qkvi_positions_at(&heir->limits, layer) != entry->positions[layer]) return false;
+  }
+  return true;
+}
+
+// An heir that was forked alike behind the parent's last cut, among the newest ones; NULL: none.
+static lineage *find_alike(const lineage *above, const qkv_journal_entry *entry) {
+  lineage *heir = above->heirs;
+  for (int looked = 0; looked < ALIKE_MAX && heir != NULL; looked++, heir = heir->older) {
+    if (above->cuts != NULL && heir->time < above->cuts->time) return NULL;
+    if (is_alike(heir, entry)) return heir;
+  }
+  return NULL;
+}
+
+static void set_limits(lineage *lines, const lineage *above, const qkv_journal_entry *entry) {
+  lines->layers = entry->layers;
+  qkvi_positions_init(&lines->limits, entry->positions, entry->layers);
+  qkvi_positions_init(&lines->reach, entry->positions, entry->layers);
+  for (uint32_t layer = 0; layer < lines->layers; layer++)
+    qkvi_positions_set(&lines->parent_limits, lines->layers, layer, limit_of(above, layer));
+  qkvi_positions_pack(&lines->parent_limits, lines->layers);
+}
+
+static void link_heir(qkvi_session *parent, qkvi_session *heir, const qkv_journal_entry *entry) {
+  lineage *above = need_lines(parent), *alike = find_alike(above, entry);
   assert(!parent->quiet && !heir->quiet);
   above->used_heirs++;
+  if (alike != NULL) {
+    set_lines(heir, alike);
+    return;
+  }
+  lineage *lines = need_lines(heir);
   lines->parent = parent;
   lines->depth = above->depth + 1;
-  lines->older = above->heirs;
-  if (lines->older != NULL) own_lines(lines->older)->newer = heir;
-  above->heirs = heir;
+  link_lines(lines, above->heirs);
+  if (entry->positions != NULL) set_limits(lines, above, entry);
 }
 
 static void unlink_heir(const qkvi_session *heir) {
   const lineage *lines = lines_of(heir);
   if (lines->parent == NULL) return;
+  lineage *above = own_lines(lines->parent);
+  if (!heir->quiet) above->used_heirs--;
+  if (lines->sharers > 1) return;
   if (lines->newer != NULL) {
-    own_lines(lines->newer)->older = lines->older;
+    lines->newer->older = lines->older;
   } else {
-    own_lines(lines->parent)->heirs = lines->older;
+    above->heirs = lines->older;
   }
-  if (lines->older != NULL) own_lines(lines->older)->newer = lines->newer;
-  if (!heir->quiet) own_lines(lines->parent)->used_heirs--;
+  if (lines->older != NULL) lines->older->newer = lines->newer;
   drop_lines(lines->parent);
 }
 
@@ -129,11 +164,6 @@ static void bury(qkvi_sessions *sessions, qkvi_session *session) {
   const scanned *found = qkvi_numbered_find(&sessions->scanned, session->session);
   if (found != NULL) qkvi_numbered_remove(&sessions->scanned, found);
   qkvi_numbered_remove(&sessions->known, session);
-}
-
-// A layer that a session does not inherit has the limit 0.
-static uint64_t limit_of(const lineage *lines, uint32_t layer) {
-  return layer < lines->layers ? qkvi_positions_at(&lines->limits, layer) : 0;
 }
 
 static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
@@ -148,16 +178,7 @@ static qkv_status add_fork(qkvi_sessions *sessions, const qkv_journal_entry *ent
   qkvi_session *heir = add(sessions, entry);
   heir->lost = status != QKV_OK;
   if (heir->lost) return status;
-  link_heir(parent, heir);
-  if (entry->positions == NULL) return QKV_OK;
-  lineage *lines = own_lines(heir);
-  const lineage *above = own_lines(parent);
-  lines->layers = entry->layers;
-  qkvi_positions_init(&lines->limits, entry->positions, entry->layers);
-  qkvi_positions_init(&lines->reach, entry->positions, entry->layers);
-  for (uint32_t layer = 0; layer < lines->layers; layer++)
-    qkvi_positions_set(&lines->parent_limits, lines->layers, layer, limit_of(above, layer));
-  qkvi_positions_pack(&lines->parent_limits, lines->layers);
+  link_heir(parent, heir, entry);
   return QKV_OK;
 }
 
@@ -185,11 +206,10 @@ static uint32_t tokens_at(const qkvi_session *owner, const qkvi_entry *entry, ui
 // When the heirs were forked, in ascending order. The caller frees it.
 static uint64_t *times_of_heirs(const qkvi_session *session, size_t *count) {
   *count = 0;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) ++*count;
+  for (const lineage *heir = lines_of(session)->heirs; heir != NULL; heir = heir->older) ++*count;
   uint64_t *times = qkvi_checked(malloc((*count + 1) * sizeof *times));
   size_t at = *count;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older)
-    times[--at] = time_of(heir);
+  for (const lineage *heir = lines_of(session)->heirs; heir != NULL; heir = heir->older) times[--at] = heir->time;
   return times;
 }
 
@@ -240,18 +260,14 @@ static void add_cut(qkvi_sessions *sessions, qkvi_session *session, const qkv_jo
 
 // ---- Lost tokens ----
 
-static uint64_t reach_at(const qkvi_session *heir, uint32_t layer) {
-  return qkvi_positions_at(&own_lines(heir)->reach, layer);
-}
-
 // It only ever shrinks: a fork takes no more than the session itself has.
 static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
   const lineage *lines = own_lines(session);
   const uint64_t most = qkvi_positions_at(&lines->reach, layer);
   uint64_t reach = session->dead ? 0 : qkvi_positions_at(&lines->limits, layer);
-  for (const qkvi_session *heir = lines->heirs; heir != NULL && reach < most; heir = own_lines(heir)->older) {
-    if (layer >= own_lines(heir)->layers) continue;
-    const uint64_t limit = qkvi_positions_at(&own_lines(heir)->parent_limits, layer), own = reach_at(heir, layer);
+  for (const lineage *heir = lines->heirs; heir != NULL && reach < most; heir = heir->older) {
+    if (layer >= heir->layers) continue;
+    const uint64_t limit = qkvi_positions_at(&heir->parent_limits, layer), own = reach_at(heir, layer);
     const uint64_t both = limit < own ? limit : own;
     if (both > reach) reach = both;
   }
@@ -259,16 +275,15 @@ static uint64_t reach_of(const qkvi_session *session, uint32_t layer) {
 }
 
 // Whether another heir, with the same cuts of the parent before and behind its fork, goes as far.
-static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach) {
+static bool is_reached(const lineage *heir, uint32_t layer, uint64_t reach) {
   uint64_t after = 0, before = UINT64_MAX;
-  for (const qkvi_cut *cut = lines_of(own_lines(heir)->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
-    if (cut->time > time_of(heir)) before = cut->time;
-    if (cut->time < time_of(heir)) after = cut->time;
+  for (const qkvi_cut *cut = lines_of(heir->parent)->cuts; cut != NULL && after == 0; cut = cut->earlier) {
+    if (cut->time > heir->time) before = cut->time;
+    if (cut->time < heir->time) after = cut->time;
   }
-  for (const qkvi_session *other = lines_of(own_lines(heir)->parent)->heirs; other != NULL && time_of(other) > after;
-       other = own_lines(other)->older) {
-    if (other != heir && time_of(other) < before && layer < own_lines(other)->layers &&
-        reach_at(other, layer) >= reach)
+  for (const lineage *other = lines_of(heir->parent)->heirs; other != NULL && other->time > after;
+       other = other->older) {
+    if (other != heir && other->time < before && layer < other->layers && reach_at(other, layer) >= reach)
       return true;
   }
   return false;
@@ -278,10 +293,11 @@ static bool is_reached(const qkvi_session *heir, uint32_t layer, uint64_t reach)
 static bool shrink(qkvi_session *session) {
   lineage *lines = own_lines(session);
   bool lost = false;
+  if (lines != NULL && lines->sharers > 1) return false;
   for (uint32_t layer = 0; lines != NULL && layer < lines->layers; layer++) {
-    const uint64_t before = reach_at(session, layer), reach = reach_of(session, layer);
+    const uint64_t before = reach_at(lines, layer), reach = reach_of(session, layer);
     qkvi_positions_set(&lines->reach, lines->layers, layer, reach);
-    if (reach < before && !lost) lost = !is_reached(session, layer, before);
+    if (reach < before && !lost) lost = !is_reached(lines, layer, before);
   }
   if (lines != NULL) qkvi_positions_pack(&lines->reach, lines->layers);
   return lost;
@@ -452,8 +468,8 @@ uint64_t qkvi_session_number(const qkvi_session *session) {
 
 static uint32_t heirs_layers(const qkvi_session *session) {
   uint32_t layers = 0;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) {
-    if (own_lines(heir)->layers > layers) layers = own_lines(heir)->layers;
+  for (const lineage *heir = lines_of(session)->heirs; heir != NULL; heir = heir->older) {
+    if (heir->layers > layers) layers = heir->layers;
   }
   return layers;
 }
@@ -471,9 +487,9 @@ static void reach_behind(const qkvi_session *session, uint64_t *reach, uint64_t 
   memset(limits, 0xff, layers * sizeof *limits);
   memset(reach, 0, layers * sizeof *reach);
   const qkvi_cut *cut = lines_of(session)->cuts;
-  for (const qkvi_session *heir = lines_of(session)->heirs; heir != NULL; heir = own_lines(heir)->older) {
-    for (; cut != NULL && cut->time > time_of(heir); cut = cut->earlier) lower(limits, layers, cut);
-    for (uint32_t layer = 0; layer < own_lines(heir)->layers; layer++) {
+  for (const lineage *heir = lines_of(session)->heirs; heir != NULL; heir = heir->older) {
+    for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) lower(limits, layers, cut);
+    for (uint32_t layer = 0; layer < heir->layers; layer++) {
       const uint64_t own = reach_at(heir, layer), both = own < limits[layer] ? own : limits[layer];
       if (both > reach[layer]) reach[layer] = both;
     }
@@ -627,17 +643,17 @@ static void group_heirs(qkvi_needs *needs) {
   const qkvi_cut *cut = lines_of(needs->owner)->cuts;
   bool fresh = true;
   size_t count = 0;
-  for (const qkvi_session *heir = lines_of(needs->owner)->heirs; heir != NULL; heir = own_lines(heir)->older) {
-    for (; cut != NULL && cut->time > time_of(heir); cut = cut->earlier) fresh = true;
+  for (const lineage *heir = lines_of(needs->owner)->heirs; heir != NULL; heir = heir->older) {
+    for (; cut != NULL && cut->time > heir->time; cut = cut->earlier) fresh = true;
     count += fresh ? 1 : 0;
     fresh = false;
     if (needs->times == NULL) {
-      if (own_lines(heir)->layers > needs->layers) needs->layers = own_lines(heir)->layers;
+      if (heir->layers > needs->layers) needs->layers = heir->layers;
       continue;
     }
     uint64_t *reach = needs->reach + (count - 1) * needs->layers;
-    needs->times[count - 1] = time_of(heir);
-    for (uint32_t layer = 0; layer < own_lines(heir)->layers; layer++) {
+    needs->times[count - 1] = heir->time;
+    for (uint32_t layer = 0; layer < heir->layers; layer++) {
       if (reach_at(heir, layer) > reach[layer]) reach[layer] = reach_at(heir, layer);
     }
   }

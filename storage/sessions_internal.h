@@ -2,24 +2,29 @@
 #ifndef QKV_STORAGE_SESSIONS_INTERNAL_H
 #define QKV_STORAGE_SESSIONS_INTERNAL_H
 
+#include <assert.h>
+
 #include "storage/cuts.h"
+#include "storage/numbered.h"
 #include "storage/positions.h"
 #include "storage/sessions.h"
 
-// What a session has only with a parent, heirs or cuts.
+// What a session has only with a parent, heirs or cuts. Forks of one parent at the same positions, with no cut of the
+// parent between them, share one as long as they have neither heirs nor cuts: their views are equal.
 typedef struct lineage {
-  uint64_t time;        // of the session
+  uint64_t time;        // of the session; of those that share it, the first one's
+  uint32_t sharers;     // sessions that have it, >= 1
   uint32_t depth;       // length of the chain of forks
   uint32_t layers;      // of a fork; 0: it is none, or only the tree counts
-  uint32_t used_heirs;  // those that are not quiet
+  uint32_t used_heirs;  // sessions that are not quiet
   qkvi_positions limits;
   qkvi_positions parent_limits;  // those of the parent when this was forked; 0 where that is no fork
   qkvi_positions reach;          // how far its view and those of its heirs go into the parent's own records
   qkvi_session *parent;
-  qkvi_session *heirs;          // the newest first
-  qkvi_session *newer, *older;  // among the parent's heirs
-  qkvi_cut *cuts;               // the newest first
-  qkvi_cut **ordered;           // the same, the oldest first, once it is decided which are needed, in a scan
+  struct lineage *heirs;          // the newest first
+  struct lineage *newer, *older;  // among the parent's heirs
+  qkvi_cut *cuts;                 // the newest first
+  qkvi_cut **ordered;             // the same, the oldest first, once it is decided which are needed, in a scan
   size_t ordered_count;
 } lineage;
 
@@ -46,5 +51,45 @@ typedef struct scanned {
   uint64_t session;
   uint64_t opened, noted;
 } scanned;
+
+struct qkvi_sessions {
+  qkvi_numbered known;
+  qkvi_numbered scanned;  // none while the storage runs
+  uint64_t clock;
+  qkvi_sweep_fn *sweep;  // NULL: scanning
+  void *context;
+};
+
+// NULL: it has none.
+static inline lineage *own_lines(const qkvi_session *session) {
+  return session->lined ? (lineage *)(uintptr_t)(session->at * LINEAGE_ALIGN) : NULL;
+}
+
+static inline uint64_t time_of(const qkvi_session *session) {
+  const lineage *lines = own_lines(session);
+  return lines == NULL ? session->at : lines->time;
+}
+
+static inline const lineage *lines_of(const qkvi_session *session) {
+  static const lineage none;
+  const lineage *lines = own_lines(session);
+  return lines == NULL ? &none : lines;
+}
+
+static inline void set_lines(qkvi_session *session, lineage *lines) {
+  assert((uintptr_t)lines % LINEAGE_ALIGN == 0);
+  session->at = (uintptr_t)lines / LINEAGE_ALIGN & AT_MAX;
+  session->lined = true;
+  lines->sharers++;
+}
+
+// A layer that a session does not inherit has the limit 0.
+static inline uint64_t limit_of(const lineage *lines, uint32_t layer) {
+  return layer < lines->layers ? qkvi_positions_at(&lines->limits, layer) : 0;
+}
+
+static inline uint64_t reach_at(const lineage *heir, uint32_t layer) {
+  return qkvi_positions_at(&heir->reach, layer);
+}
 
 #endif

@@ -1,5 +1,9 @@
 // A session's codings: how its pages are coded, and those to come.
 #include <stdlib.h>
+#include <string.h>
+
+#define uthash_fatal(message) abort()
+#include <uthash.h>
 
 #include "engine/cache/session_internal.h"
 #include "engine/cache/session_spill.h"
@@ -138,13 +142,58 @@ void qkvi_working_drop_codings(session_working *working) {
 
 // ---- Of a folded session ----
 
+// What folded sessions keep where that is more than one coding: one for all that keep the same, as forks of one
+// parent mostly do. It has a reference to the trunk and to each coding.
+typedef struct session_kept {
+  UT_hash_handle hh;
+  size_t references;  // of sessions, under the lock
+  size_t count;       // of codings that their pages are coded by
+  // The key.
+  qkvi_trunk *trunk;  // what they share with others; NULL: nothing
+  qkv_coding *codings[];
+} session_kept;
+
+static pthread_mutex_t kept_lock = PTHREAD_MUTEX_INITIALIZER;
+static session_kept *all_kept;
+
+static session_kept *kept_of(uintptr_t state) {
+  return (session_kept *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT));
+}
+
+static void let_go(session_kept *kept) {
+  qkvi_trunk_unref(&kept->trunk);  // its ranges are coded by the codings, so it goes first
+  for (size_t i = 0; i < kept->count; i++) qkv_coding_unref(&kept->codings[i]);
+  free(kept);
+}
+
+// With the references of `made`, which is freed where there is an equal one.
+static session_kept *share_kept(session_kept *made) {
+  const unsigned bytes = (unsigned)(sizeof made->trunk + made->count * sizeof *made->codings);
+  session_kept *found;
+  (void)pthread_mutex_lock(&kept_lock);
+  HASH_FIND(hh, all_kept, &made->trunk, bytes, found);
+  if (found == NULL) HASH_ADD_KEYPTR(hh, all_kept, &made->trunk, bytes, made);
+  session_kept *kept = found == NULL ? made : found;
+  kept->references++;
+  (void)pthread_mutex_unlock(&kept_lock);
+  if (found != NULL) let_go(made);
+  return kept;
+}
+
+static void leave_kept(session_kept *kept) {
+  (void)pthread_mutex_lock(&kept_lock);
+  const bool last = --kept->references == 0;
+  if (last) HASH_DEL(all_kept, kept);
+  (void)pthread_mutex_unlock(&kept_lock);
+  if (last) let_go(kept);
+}
+
 // `*one` gets the coding where there is one.
 static qkv_coding *const *kept_in(uintptr_t state, qkv_coding **one, size_t *count) {
-  const uintptr_t address = state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT);
-  *count = address != 0;
-  *one = (qkv_coding *)address;
-  if ((state & QKVI_FOLD_KEPT) == 0 || address == 0) return one;
-  const session_kept *all = (const session_kept *)address;
+  session_kept *all = kept_of(state);
+  *one = (qkv_coding *)all;
+  *count = all != NULL;
+  if (all == NULL || (state & QKVI_FOLD_KEPT) == 0) return one;
   *count = all->count;
   return all->codings;
 }
@@ -156,7 +205,7 @@ static uintptr_t keep(const session_working *working, const bool *used, size_t c
   for (size_t i = 0; i < working->coding_count; i++) {
     if (used[i]) all->codings[all->count++] = qkv_coding_ref(working->codings[i]);
   }
-  if (all->count > 1 || trunk != NULL) return (uintptr_t)all | QKVI_FOLD_KEPT | QKVI_FOLDED;
+  if (all->count > 1 || trunk != NULL) return (uintptr_t)share_kept(all) | QKVI_FOLD_KEPT | QKVI_FOLDED;
   const uintptr_t one = all->count == 1 ? (uintptr_t)all->codings[0] : 0;
   free(all);
   return one | QKVI_FOLDED;
@@ -187,19 +236,14 @@ void qkvi_session_take_codings(uintptr_t state, session_working *working) {
 
 qkvi_trunk *qkvi_session_trunk(uintptr_t state) {
   if ((state & QKVI_FOLDED) == 0 || (state & QKVI_FOLD_KEPT) == 0) return NULL;
-  return ((const session_kept *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT)))->trunk;
+  return kept_of(state)->trunk;
 }
 
-// The trunk's ranges are coded by the codings, so they go first.
 void qkvi_session_drop_kept(uintptr_t state) {
-  qkvi_trunk *trunk = qkvi_session_trunk(state);
-  qkv_coding *one;
-  size_t count;
-  qkv_coding *const *kept = kept_in(state, &one, &count);
-  qkvi_trunk_unref(&trunk);
-  for (size_t i = 0; i < count; i++) {
-    qkv_coding *left = kept[i];
-    qkv_coding_unref(&left);
+  if ((state & QKVI_FOLD_KEPT) != 0) {
+    leave_kept(kept_of(state));
+  } else {
+    qkv_coding *one = (qkv_coding *)kept_of(state);
+    qkv_coding_unref(&one);
   }
-  if ((state & QKVI_FOLD_KEPT) != 0) free((void *)(state & ~(uintptr_t)(QKVI_FOLDED | QKVI_FOLD_KEPT)));
 }

@@ -82,20 +82,13 @@ typedef struct session_working {
   _Atomic uint16_t pins[];  // [model->layers]
 } session_working;
 
-// What a folded session keeps where that is more than one coding: a reference to each.
-typedef struct session_kept {
-  qkvi_trunk *trunk;  // what it shares with others; NULL: nothing
-  size_t count;       // of codings that its pages are coded by
-  qkv_coding *codings[];
-} session_kept;
-
 // All that a folded session takes of memory, but for its places in tables and, behind its name, its root: fields are
 // ordered by size. What is `folded_...` is of a session that is folded, and written while no other thread has the
 // session; `holder`, with the lock of session_working.c, likewise. One whose numbers are too large for the fields is
 // not folded.
 struct qkv_session {
   // Its working state; or, with the lowest bit set, it is folded: QKVI_FOLDING, the record is being written; else its
-  // pages' coding, or, with QKVI_FOLD_KEPT, session_kept.
+  // pages' coding, or, with QKVI_FOLD_KEPT, what sessions that keep the same have in common (session_codings.c).
   _Atomic uintptr_t state;
   const qkvi_session_kind *kind;
   uint64_t id;

@@ -137,13 +137,21 @@ static bool has_forks(const model *on) {
   return on->seed >= FORKED;
 }
 
+// Half of the forks are of whole pages, as many in all layers, so that there are several of one parent that see the
+// same.
+static void draw_positions(model *on, uint64_t positions[LAYERS]) {
+  const uint64_t pages = drawn(on, 4);
+  for (size_t i = 0; i < LAYERS; i++)
+    positions[i] = pages > 0 && pages < 3 ? 64 * pages : drawn(on, 64 * PLACES + 30);
+}
+
 static void fork_session(model *on, size_t parent) {
   if (on->session_count == SESSIONS_MAX || on->sessions[parent].close_asked) return;
   const size_t at = on->session_count++;
   const uint64_t number = qkv_storage_session_number(on->storage);
   on->sessions[at] = (model_session){.number = number};
   model_event event = {.what = FORKED_FROM, .session = at, .parent = parent};
-  for (size_t i = 0; i < LAYERS; i++) event.positions[i] = drawn(on, 64 * PLACES + 30);
+  draw_positions(on, event.positions);
   note(on, &event);
   uint8_t payload[PAYLOAD_MAX];
   const uint64_t bytes = payload_of(on, number, payload);

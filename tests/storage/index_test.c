@@ -189,6 +189,64 @@ static void packed_records_come_back(void **state) {
   qkvi_index_destroy(&index);
 }
 
+// A folded fork has one record.
+static void a_single_packed_record_takes_no_memory_of_its_own(void **state) {
+  (void)state;
+  enum { MANY = 20000 };
+  qkvi_index *index = qkvi_index_create();
+  const uint64_t before = heap_bytes();
+  for (uint64_t i = 0; i < MANY; i++) {
+    qkvi_entry entry = entry_for(UINT64_C(5) << 40 | (i + 1), 0), other = entry;
+    entry.session = 1000 + i;
+    entry.position = 0;
+    entry.extent %= 1 << 24;
+    entry.raw_bytes = 1 + (entry.raw_bytes - 1) % (1 << 24);
+    qkvi_index_add(index, &entry);
+    qkvi_index_pack(index, entry.session, true);
+    assert_false(qkvi_index_find(index, entry.record, NULL));
+    assert_int_equal(qkvi_index_records(index), i + 1);
+    if (i % 64 != 0) continue;
+    qkvi_index_unpack_segment(index, entry.segment + 1);
+    assert_false(qkvi_index_find(index, entry.record, &other));
+    qkvi_index_unpack_segment(index, entry.segment);
+    assert_true(qkvi_index_find(index, entry.record, &other));
+    assert_same_entry(&other, &entry);
+    qkvi_index_pack_again(index);
+    assert_false(qkvi_index_find(index, entry.record, NULL));
+  }
+  assert_int_equal(qkvi_index_sessions(index), MANY);
+  assert_in_range(qkvi_index_bytes(index), 32 * MANY, 48 * MANY);
+  if (before > 0) assert_in_range(heap_bytes() - before, 32 * MANY, 48 * MANY);
+  qkvi_index_destroy(&index);
+}
+
+static void a_session_of_a_single_packed_record_gets_others(void **state) {
+  (void)state;
+  qkvi_index *index = qkvi_index_create();
+  qkvi_entry entries[2];
+  for (uint32_t i = 0; i < 2; i++)
+    entries[i] = (qkvi_entry){
+        .record = 10 + i, .session = 3, .offset = 4096, .extent = 8192, .raw_bytes = 5000, .segment = i, .tokens = 1};
+  for (int round = 0; round < 3; round++) {
+    qkvi_index_add(index, &entries[0]);
+    qkvi_index_pack(index, 3, true);
+    qkvi_index_add(index, &entries[1]);
+    assert_true(!qkvi_index_find(index, 10, NULL) && qkvi_index_find(index, 11, NULL));
+    assert_int_equal(qkvi_index_records(index), 2);
+    if (round > 0) qkvi_index_pack_again(index);
+    if (round > 1) qkvi_index_unpack_segment(index, 1);
+    qkvi_index_unpack(index, 3);
+    for (uint32_t i = 0; i < 2; i++) {
+      qkvi_entry found;
+      assert_true(qkvi_index_find(index, 10 + i, &found));
+      assert_same_entry(&found, &entries[i]);
+      qkvi_index_remove(index, 10 + i);
+    }
+    assert_int_equal(qkvi_index_records(index) + qkvi_index_sessions(index), 0);
+  }
+  qkvi_index_destroy(&index);
+}
+
 static bool in_any_place(void *context, const qkvi_entry *entry) {
   (void)context;
   return entry->offset > 0;
@@ -361,9 +419,13 @@ static void packed_records_take_few_bytes(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(the_index_finds_what_is_there), cmocka_unit_test(the_index_takes_32_bytes_a_record),
-      cmocka_unit_test(packed_records_come_back),      cmocka_unit_test(packed_records_take_few_bytes),
+      cmocka_unit_test(the_index_finds_what_is_there),
+      cmocka_unit_test(the_index_takes_32_bytes_a_record),
+      cmocka_unit_test(packed_records_come_back),
+      cmocka_unit_test(packed_records_take_few_bytes),
       cmocka_unit_test(unloaded_records_come_back),
+      cmocka_unit_test(a_single_packed_record_takes_no_memory_of_its_own),
+      cmocka_unit_test(a_session_of_a_single_packed_record_gets_others),
   };
   return cmocka_run_group_tests_name("index", tests, NULL, NULL);
 }

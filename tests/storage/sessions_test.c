@@ -1,13 +1,15 @@
-// Which truncations the journal keeps: those that some view needs, found in little time however many there are.
-#include "storage/sessions.h"
-
+// Which truncations the journal keeps: those that some view needs, found in little time however many there are. What
+// forks have in common.
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #include <cmocka.h>
+
+#include "storage/sessions_internal.h"
 
 enum { EVENTS = 60, LAYERS = 3 };
 
@@ -118,10 +120,126 @@ static void many_cuts_take_little_time(void **state) {
   free(events);
 }
 
+// ---- Forks ----
+
+static void note(qkvi_sessions *sessions, const qkv_journal_entry *entry) {
+  assert_int_equal(qkvi_sessions_note(sessions, entry), QKV_OK);
+}
+
+static void fork_at(qkvi_sessions *sessions, uint64_t session, uint64_t parent, uint64_t position) {
+  const uint64_t positions[LAYERS] = {position, position, position};
+  note(sessions, &(qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_FORK,
+                                      .session = session,
+                                      .parent = parent,
+                                      .layers = LAYERS,
+                                      .positions = positions,
+                                      .sequence = session});
+}
+
+static void cut(qkvi_sessions *sessions, uint64_t session, uint64_t position) {
+  note(sessions, &(qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_TRUNCATE,
+                                      .session = session,
+                                      .layer = QKV_LAYER_ALL,
+                                      .position = position,
+                                      .sequence = 100 + session});
+}
+
+static void end(qkvi_sessions *sessions, uint64_t session) {
+  note(sessions, &(qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_CLOSE, .session = session, .sequence = 200});
+}
+
+// Whether two sessions have one lineage.
+static bool have_one(const qkvi_sessions *sessions, uint64_t a, uint64_t b) {
+  const qkvi_session *first = qkvi_sessions_find(sessions, a), *second = qkvi_sessions_find(sessions, b);
+  return first->lined && second->lined && first->at == second->at;
+}
+
+// Tokens of a record of the owner's at this position that all views together need.
+static uint32_t needed(const qkvi_sessions *sessions, uint64_t owner, uint64_t record, uint64_t position) {
+  return qkvi_sessions_needed(sessions,
+                              &(qkvi_entry){.record = record, .session = owner, .position = position, .tokens = 64});
+}
+
+static uint32_t seen(const qkvi_sessions *sessions, uint64_t heir, uint64_t record, uint64_t position) {
+  qkvi_view view;
+  qkvi_view_init(&view, qkvi_sessions_find(sessions, heir));
+  assert_true(qkvi_view_up(&view));
+  const uint32_t tokens =
+      qkvi_view_tokens(&view, &(qkvi_entry){.record = record, .position = position, .tokens = 64});
+  qkvi_view_deinit(&view);
+  return tokens;
+}
+
+static bool sweep(void *context, const qkvi_session *session) {
+  (void)session;
+  ++*(int *)context;
+  return true;
+}
+
+static void forks_that_see_the_same_have_one_lineage(void **state) {
+  (void)state;
+  int swept = 0;
+  qkvi_sessions *sessions = sessions_of(NULL, 0);
+  fork_at(sessions, 2, 1, 128);
+  fork_at(sessions, 3, 1, 64);
+  fork_at(sessions, 4, 1, 128);
+  qkvi_sessions_run(sessions, sweep, &swept);
+  for (uint64_t session = 5; session < 9; session++) fork_at(sessions, session, 1, 128);
+  assert_false(have_one(sessions, 2, 3));
+  for (uint64_t session = 4; session < 9; session++) assert_true(have_one(sessions, 2, session));
+  // A cut of one of them, and a fork of one, are not those of the others.
+  cut(sessions, 5, 10);
+  fork_at(sessions, 9, 6, 100);
+  assert_false(have_one(sessions, 2, 5) || have_one(sessions, 2, 6) || have_one(sessions, 5, 6));
+  assert_true(have_one(sessions, 2, 4) && have_one(sessions, 2, 7));
+  assert_int_equal(seen(sessions, 5, 1, 0), 10);
+  assert_int_equal(seen(sessions, 6, 1, 64), 64);
+  assert_int_equal(seen(sessions, 7, 1, 64), 64);
+  fork_at(sessions, 10, 5, 100);  // of one whose limit has become less
+  assert_int_equal(qkvi_sessions_parent(sessions, 10), 5);
+  // What the parent puts behind a cut is a fork's that comes later, and not theirs.
+  note(sessions, &(qkv_journal_entry){.kind = QKV_JOURNAL_SESSION_TRUNCATE,
+                                      .session = 1,
+                                      .layer = QKV_LAYER_ALL,
+                                      .position = 64,
+                                      .watermark = 50,
+                                      .sequence = 150});
+  fork_at(sessions, 11, 1, 128);
+  assert_false(have_one(sessions, 2, 11));
+  assert_int_equal(seen(sessions, 7, 49, 64), 64);
+  assert_int_equal(seen(sessions, 7, 51, 64), 0);
+  assert_int_equal(seen(sessions, 11, 49, 64), 0);
+  assert_int_equal(seen(sessions, 11, 51, 64), 64);
+  qkvi_sessions_destroy(&sessions);
+}
+
+// What the closed parent put stays until the last of them goes, in any order.
+static void the_last_of_them_gives_up_what_they_see(void **state) {
+  (void)state;
+  int swept = 0;
+  qkvi_sessions *sessions = sessions_of(NULL, 0);
+  qkvi_sessions_run(sessions, sweep, &swept);
+  for (uint64_t session = 2; session < 5; session++) fork_at(sessions, session, 1, 100);
+  fork_at(sessions, 5, 3, 100);
+  end(sessions, 1);
+  end(sessions, 2);
+  end(sessions, 3);
+  end(sessions, 5);
+  assert_int_equal(needed(sessions, 1, 1, 64), 36);
+  assert_true(qkvi_sessions_known(sessions, 1) && !qkvi_sessions_known(sessions, 3));
+  swept = 0;
+  end(sessions, 4);
+  assert_int_equal(swept, 2);  // its own records, and the parent's
+  assert_false(qkvi_sessions_known(sessions, 1) || qkvi_sessions_known(sessions, 4));
+  qkvi_sessions_destroy(&sessions);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(cuts_are_kept_that_are_needed),
       cmocka_unit_test(many_cuts_take_little_time),
+      cmocka_unit_test(forks_that_see_the_same_have_one_lineage),
+      cmocka_unit_test(the_last_of_them_gives_up_what_they_see),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -150,6 +150,8 @@ static void test_forks_have_trunks_together(void **unused) {
   const qkv_page_range *range = range_of(s.session, 1, 0);
   assert_true(atomic_load(&range->layers) == 3 && atomic_load(&range->trunks) == 2 && range->trunk_pages == 3);
   assert_true(used(&s) <= alone + 5 * 128);
+  for (int i = 1; i < 5; i++)  // what they keep is one where it is equal
+    assert_int_equal(atomic_load(&forks[i]->state) == atomic_load(&forks[i - 1]->state), i != 3);
   unfold(forks[1]);
   unfold(forks[4]);
   assert_true(atomic_load(&range->layers) == 5 && atomic_load(&range->trunks) == 2);
