@@ -97,7 +97,8 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-connection-calls", QKV_OPTION_INTEGER, AT(limit_connection_calls), "512", 1, 1048576, "N",
      "Calls of one connection running at once."},
     {"limit-tenant-calls", QKV_OPTION_INTEGER, AT(limit_tenant_calls), "0", 0, 1048576, "N",
-     "Calls of one tenant running at once; 0: as --limit-calls."},
+     "Calls of one tenant running at once; 0: of those that have sent a message three times as many as it leaves to "
+     "others, three quarters of --limit-calls."},
     {"limit-connections", QKV_OPTION_INTEGER, AT(limit_connections), "16384", 1, 1048576, "N",
      "Connections at once, those of unix sockets included; more are closed as they come."},
     {"limit-peer-connections", QKV_OPTION_INTEGER, AT(limit_peer_connections), "0", 0, 1048576, "N",

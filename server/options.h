@@ -42,7 +42,7 @@ typedef struct qkv_server_options {
   int64_t limit_calls;           // running at once
   int64_t limit_control_calls;   // running at once, of health checks and Admin
   int64_t limit_connection_calls;
-  int64_t limit_tenant_calls;                        // 0: as limit_calls
+  int64_t limit_tenant_calls;                        // 0: three times as many as are free
   int64_t limit_first_message;                       // ms; 0: for ever
   int64_t limit_unread_response, limit_idle_stream;  // ms; 0: for ever
   int64_t limit_connections, limit_peer_connections, limit_control_frames;

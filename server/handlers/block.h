@@ -10,6 +10,8 @@
 // most twice that. So one connection gets half of the limit, one tenant two thirds, and the holder with the most
 // bytes is refused first.
 //
+// Messages of clients that have arrived as a whole are counted in the same way, until they have been served.
+//
 // Threads: any. The counts live as long as the blocks: gRPC may drop its last references after the server is gone.
 #ifndef QKV_SERVER_HANDLERS_BLOCK_H
 #define QKV_SERVER_HANDLERS_BLOCK_H
@@ -21,7 +23,7 @@
 
 typedef struct qkv_rpc_call qkv_rpc_call;  // rpc.h
 
-// Counts the response bytes of a connection or a tenant. Opaque.
+// Counts the bytes of a connection or a tenant, of responses and of requests. Opaque.
 typedef struct qkvi_holder qkvi_holder;
 
 // The holders that a call's blocks are counted for.
@@ -45,6 +47,10 @@ qkv_status qkvi_block_create(const qkv_rpc_call *call, uint64_t bytes, uint64_t 
                              qkv_error *error);
 void qkvi_block_hold(qkvi_response_block *block);
 void qkvi_block_release(void *block);  // NULL is none
+
+// Counts a message of so many bytes that has arrived, until it is given back. RESOURCE_EXHAUSTED as above.
+qkv_status qkvi_request_take(const qkvi_holders *holders, uint64_t bytes, uint64_t limit, qkv_error *error);
+void qkvi_request_give(const qkvi_holders *holders, uint64_t bytes);
 
 // Bytes of all blocks.
 uint64_t qkvi_block_bytes(void);

@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "proto/wire.h"
+#include "server/daemon.h"
+#include "server/handlers/block.h"
 
 // Subtracts the cost of a field from what is left to the message.
 static qkv_status spend(size_t bytes, size_t *left, qkv_error *error) {
@@ -82,8 +84,24 @@ void qkvi_control_free(void *request) {
   protobuf_c_message_free_unpacked(request, NULL);
 }
 
+// A list, or a session's token ids: bounded by limit-response-bytes while its client does not read it.
+static void reply_counted(qkv_rpc_call *call, const ProtobufCMessage *response, size_t length) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  qkvi_response_block *block = NULL;
+  qkv_error error = {0};
+  if (qkvi_block_create(call, length, (uint64_t)daemon->options->limit_response_bytes, &block, &error) != QKV_OK)
+    return qkvi_control_fail(call, &error);
+  const size_t written = protobuf_c_message_pack(response, block->data);
+  assert(written == length);
+  (void)written;
+  const qkv_wire_piece piece = {.data = block->data, .length = length, .reference = true, .owner = block};
+  qkv_rpc_reply_reference(call, &piece, qkvi_block_release);
+}
+
 void qkvi_control_reply(qkv_rpc_call *call, const ProtobufCMessage *response) {
+  enum { COUNTED_BYTES = 16 * 1024 };
   size_t length = protobuf_c_message_get_packed_size(response);
+  if (length >= COUNTED_BYTES && !qkv_rpc_is_control(call)) return reply_counted(call, response, length);
   uint8_t *packed = malloc(length + 1);
   if (packed == NULL) abort();
   size_t written = protobuf_c_message_pack(response, packed);

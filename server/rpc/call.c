@@ -35,6 +35,8 @@ static void start_batch(qkv_rpc_call *call, const grpc_op *ops, size_t count, qk
 }
 
 static void drop_message(qkv_rpc_call *call) {
+  if (call->arrived > 0) qkvi_rpc_limits_served(&call->place, call->arrived);
+  call->arrived = 0;
   if (call->received != NULL) grpc_byte_buffer_destroy(call->received);
   if (call->segments != call->own_segments) free(call->segments);
   call->received = NULL;
@@ -255,22 +257,38 @@ static void resume(qkvi_rpc_delayed *delayed) {
   take_message(call);
 }
 
+// Small messages are bounded by the number of calls.
+static qkv_status count_arrived(qkv_rpc_call *call, qkv_error *error) {
+  enum { COUNTED_BYTES = 64 * 1024 };
+  const uint64_t bytes = grpc_byte_buffer_length(call->received);
+  if (bytes < COUNTED_BYTES) return QKV_OK;
+  QKV_TRY(qkvi_rpc_limits_arrived(qkvi_rpc_server_limits(call->server), &call->place, bytes, error));
+  call->arrived = bytes;
+  return QKV_OK;
+}
+
 static void read_done(qkvi_rpc_op *op, bool ok) {
   (void)ok;  // true even where there is no message
   qkv_rpc_call *call = CALL_OF(op, read_op);
+  qkv_error error = {0};
   if (!call->spoken) call->message_ns = qkv_stage_now() - call->began_ns;
-  if (!call->spoken) qkvi_rpc_limits_spoken(qkvi_rpc_server_limits(call->server), &call->place);
+  qkv_status status = QKV_OK;
+  if (!call->spoken) status = qkvi_rpc_limits_spoken(qkvi_rpc_server_limits(call->server), &call->place, &error);
   call->spoken = true;
   move(call, QKVI_RPC_READING, QKVI_RPC_HANDLER);
   if (call->method->end != NULL && call->received != NULL) call->step_ns = qkv_stage_now();
   if (qkv_rpc_cancelled(call)) {
     end_cancelled(call);
+  } else if (status != QKV_OK) {
+    end_call(call, NULL, status, error.text);
   } else if (call->received == NULL && call->method->end != NULL) {
     call->method->end(call);
   } else if (call->received == NULL) {
     end_without_message(call);
   } else if (call->received->data.raw.compression != GRPC_COMPRESS_NONE) {
     end_call(call, NULL, QKV_UNIMPLEMENTED, "compressed messages are not accepted");
+  } else if (count_arrived(call, &error) != QKV_OK) {
+    end_call(call, NULL, error.status, error.text);
   } else {
     take_message(call);
   }
@@ -406,6 +424,17 @@ void qkv_rpc_send(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(v
 
 void qkv_rpc_reply_bytes(qkv_rpc_call *call, const void *data, size_t length) {
   end_call(call, buffer_of_bytes(data, length), QKV_OK, "");
+}
+
+void qkv_rpc_reply_reference(qkv_rpc_call *call, const qkv_wire_piece *piece, void (*release)(void *owner)) {
+  grpc_slice slice = slice_of_reference(piece, release);
+  grpc_byte_buffer *buffer = grpc_raw_byte_buffer_create(&slice, 1);
+  grpc_slice_unref(slice);
+  end_call(call, buffer, QKV_OK, "");
+}
+
+bool qkv_rpc_is_control(const qkv_rpc_call *call) {
+  return call->place.kind == QKVI_RPC_CONTROL;
 }
 
 void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length) {

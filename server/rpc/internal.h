@@ -94,6 +94,7 @@ struct qkv_rpc_call {
   qkvi_rpc_op close_op, read_op, send_op, end_op;
   int closed_by_cancel;        // of the close batch
   grpc_byte_buffer *received;  // of the read batch; then the message the handler has
+  uint64_t arrived;            // bytes of it, as far as they are counted
   grpc_byte_buffer *outgoing;  // of the send or end batch
   grpc_slice status_text;      // of the end batch
   qkv_segment *segments;       // of `received`; own_segments or allocated

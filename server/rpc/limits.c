@@ -31,6 +31,7 @@ struct qkvi_rpc_group {
   size_t members;                // counted or not
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   size_t silent[QKVI_RPC_KINDS];
+  size_t spoken;  // of a tenant: counted calls that have spoken and are no control calls
   qkvi_holder *holder;
   qkvi_meter meter;  // of a tenant
   uint64_t flow;     // the same
@@ -46,6 +47,7 @@ struct qkvi_rpc_limits {
   pthread_mutex_t lock;
   qkvi_rpc_group *connections, *tenants;
   size_t calls[QKVI_RPC_KINDS];  // counted ones
+  size_t spoken;                 // as of tenants
   qkvi_rpc_list silent, others;
   size_t silent_most[QKVI_RPC_KINDS];  // no connection has more silent calls
   uint64_t silent_ended, stalled_ended;
@@ -190,6 +192,10 @@ static void discount(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   limits->calls[place->kind]--;
   place->connection->calls[place->kind]--;
   place->tenant->calls[place->kind]--;
+  if (!place->spoken) return;
+  place->spoken = false;
+  place->tenant->spoken--;
+  limits->spoken--;
 }
 
 // Takes a call's place away. Returns its gRPC call, with a reference for the caller, which cancels it without the
@@ -291,10 +297,31 @@ qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place,
   return status;
 }
 
-void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
+// Calls that have spoken keep their places. A tenant without a limit of its own may have three times as many of them
+// as it leaves to others, and one at least. Places of silent calls count as left: others can have them.
+static qkv_status check_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, qkv_error *error) {
+  const size_t most = limits->config.calls_max, all = limits->spoken, own = place->tenant->spoken;
+  if (place->kind == QKVI_RPC_CONTROL || !place->counted || own == 0) return QKV_OK;
+  if (limits->config.tenant_max > 0 || place->tenant->meter.quota.calls > 0) return QKV_OK;
+  if (all + 1 <= most && own + 1 <= 3 * (most - all - 1)) return QKV_OK;
+  place->tenant->meter.usage.refused++;
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "limit-calls is %zu and this tenant has %zu of %zu: what is left is for others, unless "
+                  "limit-tenant-calls says how many a tenant may have",
+                  most, own, all);
+}
+
+qkv_status qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error) {
   pthread_mutex_lock(&limits->lock);
   unlink_silent(limits, place);
+  const qkv_status status = check_share(limits, place, error);
+  if (status == QKV_OK && place->kind == QKVI_RPC_CALL && place->counted) {
+    place->spoken = true;
+    place->tenant->spoken++;
+    limits->spoken++;
+  }
   pthread_mutex_unlock(&limits->lock);
+  return status;
 }
 
 void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
@@ -434,6 +461,19 @@ void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, con
 
 qkvi_holders qkvi_rpc_limits_holders(const qkvi_rpc_place *place) {
   return (qkvi_holders){.connection = place->connection->holder, .tenant = place->tenant->holder};
+}
+
+qkv_status qkvi_rpc_limits_arrived(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes,
+                                   qkv_error *error) {
+  const qkvi_holders holders = qkvi_rpc_limits_holders(place);
+  const qkv_status status = qkvi_request_take(&holders, bytes, limits->config.arrived_max, error);
+  if (status != QKV_OK) qkvi_rpc_limits_refused(limits, place);
+  return status;
+}
+
+void qkvi_rpc_limits_served(const qkvi_rpc_place *place, uint64_t bytes) {
+  const qkvi_holders holders = qkvi_rpc_limits_holders(place);
+  qkvi_request_give(&holders, bytes);
 }
 
 uint64_t qkvi_rpc_limits_stalled_ended(qkvi_rpc_limits *limits) {

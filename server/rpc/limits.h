@@ -5,6 +5,9 @@
 // oldest silent call of the connection that has the most of them, unless the new call's own connection has as many
 // calls. So silent streams block no other client, and the connection that opens the most of them loses them first.
 //
+// Calls that have spoken keep their places. A tenant without a limit of its own has three quarters of all at most,
+// the next one three quarters of the rest: so one that opens streams and lets them be shuts no other tenant out.
+//
 // A call that has spoken waits for its client, too: where that does not read what is sent, or does not send the next
 // message of a stream. Either has a time limit of its own.
 //
@@ -27,9 +30,11 @@ typedef struct qkvi_rpc_limits qkvi_rpc_limits;
 typedef struct qkvi_rpc_limits_config {
   size_t calls_max, control_max;  // at once
   size_t connection_max;          // calls of one connection; of control calls a quarter of theirs
-  size_t tenant_max;              // calls of one tenant that are no control calls; 0: no limit of its own
-  qkvi_call_quota_fn *quota;      // of a tenant, asked when its first call comes, under the lock; NULL: none has one
+  size_t tenant_max;  // calls of one tenant that are no control calls; 0: of those that have spoken three times as
+                      // many as it leaves
+  qkvi_call_quota_fn *quota;  // of a tenant, asked when its first call comes, under the lock; NULL: none has one
   void *quota_context;
+  uint64_t arrived_max;  // bytes of messages that have arrived and are not served yet
   // How long a call may be silent, a message to its client may lie unread, and a stream may wait for its client's
   // next message; 0: for ever.
   int64_t first_message_ms, unread_ms, idle_ms;
@@ -45,6 +50,7 @@ typedef struct qkvi_rpc_place {
   qkvi_rpc_group *connection, *tenant;
   qkvi_rpc_kind kind;
   bool counted;  // it has one of the places; a call that lost its place runs a little longer
+  bool spoken;   // it is one of the tenant's that keep their places
   bool silent;   // in the list of silent calls, else in that of the others
   bool metered;  // its messages count and wait
   int64_t begun_ms;
@@ -62,11 +68,18 @@ bool qkvi_rpc_is_control(const char *path);
 qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
                                  const char *tenant, qkv_error *error);
 // The first message has arrived, or none will come. Once for each call, before its handler is called.
-void qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place);
+// RESOURCE_EXHAUSTED: the call has to end, as its tenant has too many that go on; it still has its place.
+qkv_status qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkv_error *error);
 void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place);  // after it has spoken
 
 // The holders that the call's responses are counted for.
 qkvi_holders qkvi_rpc_limits_holders(const qkvi_rpc_place *place);
+
+// Counts a message of the call, which has arrived, until it is given back. RESOURCE_EXHAUSTED says whether all, the
+// tenant or the connection have too many bytes; then it is not counted.
+qkv_status qkvi_rpc_limits_arrived(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes,
+                                   qkv_error *error);
+void qkvi_rpc_limits_served(const qkvi_rpc_place *place, uint64_t bytes);
 
 // Ends calls that have waited for their clients for too long. To be called several times a second.
 void qkvi_rpc_limits_tend(qkvi_rpc_limits *limits);

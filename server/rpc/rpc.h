@@ -97,6 +97,12 @@ void qkv_rpc_send(qkv_rpc_call *call, qkv_wire_writer *writer, void (*release)(v
 void qkv_rpc_reply_bytes(qkv_rpc_call *call, const void *data, size_t length);
 void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length);
 
+// The same for bytes that lie in memory of `owner`, which is released when they have been sent.
+void qkv_rpc_reply_reference(qkv_rpc_call *call, const qkv_wire_piece *piece, void (*release)(void *owner));
+
+// Whether it is one of health or Admin, which have places and limits of their own.
+bool qkv_rpc_is_control(const qkv_rpc_call *call);
+
 // Ends the call with a status; `text` goes to the client. After reply or finish the handler must not touch the
 // call again (destroy still comes).
 void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);
@@ -135,7 +141,7 @@ typedef struct qkv_rpc_config {
   size_t calls_max;                // at once; more are answered RESOURCE_EXHAUSTED
   size_t control_calls_max;        // at once, of control calls (server/rpc/limits.h), which have their own limit
   size_t connection_calls_max;     // of one connection
-  size_t tenant_calls_max;         // of one tenant; 0: no limit
+  size_t tenant_calls_max;         // of one tenant; 0: three times as many as it leaves to others
   size_t connections_max;          // at once; more are closed
   size_t peer_connections_max;     // of one peer (server/rpc/connections.h); 0: half of them
   uint64_t control_frames_s;  // of one connection in a second, in points (server/rpc/http2_frames.h); 0: no limit

@@ -23,6 +23,11 @@
 // Of messages that have begun to arrive and are not whole, on all connections.
 #define REQUEST_BYTES_MIN (INT64_C(256) << 20)
 #define REQUEST_MESSAGES 4
+// As many of these as messages that have arrived as a whole and are not served yet may have bytes.
+#define ARRIVED_TIMES 2
+// That a client may send on a stream before they are read.
+#define AHEAD_BYTES (256 * 1024)
+#define FRAME_BYTES_MAX (4 * 1024 * 1024)
 #define HANDSHAKE_MS 10000  // of TLS, and until the client's HTTP/2 settings have come
 #define SOCKET_MODE 0660
 // How long connections without calls get to end in order.
@@ -303,9 +308,10 @@ static int64_t streams_max(const qkv_rpc_config *config) {
 
 static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *config) {
   server->quota = grpc_resource_quota_create("qkvd");
-  // As much again for messages that are whole, and for those of connections that are being closed: gRPC, which ends
-  // any stream or idle connection when this is full, is not to be the first.
-  grpc_resource_quota_resize(server->quota, 3 * (size_t)request_bytes_max(config));
+  // As much again for those of connections that are being closed, what messages that are whole may have, and what
+  // clients send ahead: gRPC, which ends any stream or idle connection when this is full, is not to be the first.
+  grpc_resource_quota_resize(server->quota, (2 + ARRIVED_TIMES) * (size_t)request_bytes_max(config) +
+                                                (config->calls_max + config->control_calls_max) * AHEAD_BYTES);
   grpc_arg args[] = {
       integer_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, config->message_bytes_max),
       integer_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1),
@@ -319,6 +325,11 @@ static void create_grpc_server(qkv_rpc_server *server, const qkv_rpc_config *con
       // Any number: gRPC takes 20 µs for each one too many, inspect.h bounds them for less.
       integer_arg(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0),
       integer_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, HANDSHAKE_MS),
+      // gRPC would let a client send 4 MiB ahead on each stream, which nothing counts until they are read. For a
+      // message that is being read it opens the window to its end.
+      integer_arg(GRPC_ARG_HTTP2_BDP_PROBE, 0),
+      integer_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, FRAME_BYTES_MAX),
+      integer_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, AHEAD_BYTES),
       qkvi_tls_port_argument(&server->tls_port),
       {.type = GRPC_ARG_POINTER,
        .key = (char *)GRPC_ARG_RESOURCE_QUOTA,
@@ -386,6 +397,7 @@ qkv_status qkv_rpc_server_create(const qkv_rpc_config *config, qkv_rpc_server **
                                          .first_message_ms = config->first_message_ms,
                                          .unread_ms = config->unread_ms,
                                          .idle_ms = config->idle_ms,
+                                         .arrived_max = ARRIVED_TIMES * (uint64_t)request_bytes_max(config),
                                          .quota = config->quota,
                                          .quota_context = config->context};
   qkvi_inspect_setup(config->control_frames_s, (uint64_t)request_bytes_max(config));

@@ -20,7 +20,7 @@ from http2 import (CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import kv_cache_pb2_grpc, model_pb2, tensor_pb2
 
-APPEND, ATTEND, FETCH = (f"/qkv.v1.KvCache/{method}" for method in ("Append", "Attend", "Fetch"))
+APPEND, ATTEND, DECODE, FETCH = (f"/qkv.v1.KvCache/{method}" for method in ("Append", "Attend", "Decode", "Fetch"))
 CANCEL = b"\0\0\0\x08"
 STREAM_MOST = (1 << 31) - 1
 GREEDY = (("qkv-tenant", "greedy"),)
@@ -193,6 +193,46 @@ def unread(address):
         time.sleep(1)
 
 
+def ahead(address):
+    """Messages that are sent ahead on streams whose answers are not read."""
+    first = message(small_attend(address))
+    held = [Raw(address, keep=4096) for _ in range(2)]
+    for raw in held:
+        raw.greet((INITIAL_WINDOW_SIZE, 0))
+        raw.windows[0] -= 400 * len(first)
+        raw.send(b"".join(frame(HEADERS, END_HEADERS, stream, request(DECODE, *GREEDY)) + data(stream, first)
+                          for stream in range(1, 801, 2)))
+    while True:
+        for raw in held:
+            for stream in range(1, 801, 2):
+                raw.upload(stream, 60000, 60005, 0)
+        time.sleep(0.001)
+
+
+def streams_that_go_on(address):
+    """Streams that have been answered, and hold their places."""
+    sent = message(small_attend(address))
+    held = [Raw(address, keep=4096) for _ in range(4)]
+    for raw in held:
+        raw.greet()
+        raw.send(b"".join(frame(HEADERS, END_HEADERS, stream, request(DECODE, *GREEDY)) + data(stream, sent)
+                          for stream in range(1, 801, 2)))
+    while True:
+        time.sleep(1)
+
+
+def small_attend(address):
+    """Of a session of one token: some hundred bytes, so that 400 fit into the window of a connection."""
+    name = f"small-{os.getpid()}"
+    stub = kv_cache_pb2_grpc.KvCacheStub(grpc.insecure_channel(address))
+    model = model_pb2.Model(name="small", layers=1, kv_heads=1, q_heads=1, key_dim=16, value_dim=16, dtype=tensor_pb2.DTYPE_FP16)
+    row = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FP16, dims=(1, 1, 16), data=bytes(32))
+    stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), metadata=GREEDY)
+    stub.OpenSession(kv.OpenSessionRequest(session=name, model="small"), metadata=GREEDY)
+    stub.Append(iter([kv.AppendRequest(items=[kv.Item(session=name, k=row, v=row)])]), metadata=GREEDY)
+    return kv.AttendRequest(items=[kv.Item(session=name, q=row)])
+
+
 def greedy_session(address):
     stub = kv_cache_pb2_grpc.KvCacheStub(grpc.insecure_channel(address))
     model = model_pb2.Model(name="greedy", layers=1, kv_heads=8, q_heads=32, key_dim=128, value_dim=128,
@@ -258,6 +298,8 @@ ATTACKS = {
     "half-open calls, 100 connections": lambda address: half_open(address, 100),
     "half-open calls, 10000 connections": lambda address: half_open(address, 10000),
     "half messages": half_messages,
+    "messages ahead": ahead,
+    "streams that go on": streams_that_go_on,
     "unread answers": unread,
     "appends and attends": appends_and_attends,
 }

@@ -137,9 +137,10 @@ class Raw:
         return self.send(PREFACE + setting(*settings))
 
     def upload(self, stream, message, count, patience=1.0):
-        """So many bytes of a message of `message` bytes, its head included, as far as the windows allow within `patience` seconds
-        of the last progress. Returns how many."""
-        sent, first = 0, head(message)
+        """So many bytes of a message, its head included, as far as the windows allow within `patience` seconds of the last
+        progress. `message` is what it holds, or how many zeros. Returns how many bytes were sent."""
+        zeros = isinstance(message, int)
+        sent, first = 0, head(message if zeros else len(message)) + (b"" if zeros else message)
         while sent < count and not self.closed:
             with self.changed:
                 self.windows.setdefault(stream, self.initial)
@@ -150,9 +151,10 @@ class Raw:
                     continue
                 self.windows[0] -= most
                 self.windows[stream] -= most
-            if not self.send(frame(DATA, 0, stream, first + bytes(most - len(first)))):
+            payload = first[sent:sent + most]
+            if not self.send(frame(DATA, 0, stream, payload + bytes(most - len(payload)))):
                 return sent
-            sent, first = sent + most, b""
+            sent += most
         return sent
 
     def open(self, count, path="/qkv.v1.KvCache/Attend", payload=None, headers=()):

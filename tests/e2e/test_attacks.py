@@ -10,8 +10,8 @@ import pytest
 
 from daemon import PATIENCE, SANITIZED, Daemon, wait_for
 from health.v1 import health_pb2, health_pb2_grpc
-from http2 import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, Raw, frame
-from kv import TIMEOUT, Cache
+from http2 import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, Raw, data, frame, head, request
+from kv import TIMEOUT, Cache, Tenant
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
@@ -207,10 +207,47 @@ def test_calls_of_a_tenant():
         release.set()
 
 
+def test_a_tenant_leaves_places_to_others():
+    """Streams that have been answered and go on hold their places: those of one tenant are three quarters of all, and the
+    next ones get three quarters of the rest."""
+    with Daemon("--limit-calls", "16") as daemon:
+        def hold(tenant, count):
+            cache = Cache(Tenant(daemon.stub(), tenant), f"of-{tenant}", layers=1)
+            cache.append(0, *cache.rows(1))
+            sent = kv.AttendRequest(items=[cache.item(0, q=cache.queries(1))]).SerializeToString()
+            raw = Raw(daemon.tcp)
+            raw.greet()
+            for stream in range(1, 2 * count, 2):
+                raw.send(frame(HEADERS, END_HEADERS, stream, request("/qkv.v1.KvCache/Decode", ("qkv-tenant", tenant))) +
+                         data(stream, head(len(sent)) + sent))
+            return raw
+
+        def running():
+            value = daemon.metric("qkvd_calls_running") - 1
+            daemon.disconnect()
+            return value
+
+        held = [hold("greedy", 20)]
+        wait_for(lambda: b"limit-calls is 16 and this tenant has 12 of 12: what is left is for others" in held[0].received,
+                 "nothing is refused")
+        wait_for(lambda: running() == 12, "others than those run")
+        held.append(hold("second", 20))
+        wait_for(lambda: b"this tenant has 3 of 15" in held[1].received, "nothing is refused")
+        wait_for(lambda: running() == 15, "others than those run")
+        daemon.stub(daemon.tcp).ListSessions(kv.ListSessionsRequest(), metadata=(("qkv-tenant", "third"),), timeout=TIMEOUT)
+        for raw in held:
+            raw.close()
+        wait_for(lambda: running() == 0, "the places are not free again")
+    with Daemon("--limit-calls", "16", "--limit-tenant-calls", "16") as daemon:
+        held = [hold("greedy", 16)]
+        wait_for(lambda: running() == 16, "the calls do not run")
+        held[0].close()
+
+
 def test_admin_calls_have_places_of_their_own(tmp_path):
     """A daemon whose places are all taken by calls that go on is managed, and drained."""
     (tmp_path / "quotas").touch()
-    with Daemon("--limit-calls", "2", "--quota-file", str(tmp_path / "quotas")) as daemon:
+    with Daemon("--limit-calls", "2", "--limit-tenant-calls", "3", "--quota-file", str(tmp_path / "quotas")) as daemon:
         cache, ended = Cache(daemon.stub(), "s"), threading.Event()
         rows = cache.rows(1)
 

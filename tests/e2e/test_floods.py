@@ -42,6 +42,8 @@ MESSAGES = {
 }
 # Without it one tenant's calls that go on take all places.
 OPTIONS = {"unread answers": ("--limit-tenant-calls", "512")}
+# What says that an attack is under way, and from when on.
+UNDER_WAY = {"messages ahead": 700, "streams that go on": 700}
 # So many new connections at once may take the place of a call whose message is on its way.
 FAILURES_MAX = {"half-open calls, 10000 connections": 20}
 LONGEST_S = 5
@@ -55,6 +57,8 @@ def test_others_are_served(name):
         victim = Victim(daemon)
         before = daemon.rss_bytes()
         with Attacker(daemon, name):
+            if name in UNDER_WAY:
+                wait_for(lambda: daemon.metric("qkvd_calls_running") >= UNDER_WAY[name], "the attack does not begin")
             seen = victim.look(1)
             metric = CUT_OFF.get(name)
             if metric:

@@ -6,10 +6,12 @@ import threading
 import grpc
 import pytest
 
-from daemon import Daemon, wait_for
+from daemon import SANITIZED, Daemon, wait_for
 from http2 import END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, Raw, data, frame, head, request
 from kv import TIMEOUT, Cache, Tenant
+from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
 
 MIB = 1 << 20
 TOKENS = 4096  # of 256 bytes each in fp32, K and V: a layer is 1 MiB
@@ -71,6 +73,73 @@ def test_one_connection_leaves_others_their_part():
             connection.close()
         wait_for(lambda: daemon.metric("qkvd_response_bytes") == 0, "what nobody reads is held")
         assert cache.fetch()[0].shape[0] == TOKENS
+
+
+@pytest.mark.parametrize("method", ["GetSession", "ListSessions"])
+def test_answers_without_rows_count(method):
+    """Token ids and lists, which are large, too: what a client does not read of them is bounded, and others get theirs."""
+    with Daemon("--limit-response-bytes", "1MiB") as daemon:
+        cache = Cache(Tenant(daemon.stub(), "slow"), "of-slow", layers=1)
+        cache.append(0, *cache.rows(TOKENS), token_ids=[(1 << 32) - 1] * TOKENS)
+        for i in range(200):
+            cache.stub.OpenSession(kv.OpenSessionRequest(session=f"{'long' * 25}-{i}", model=cache.model.name), timeout=TIMEOUT)
+        ids = kv.GetSessionRequest(session="of-slow", token_ids=tensor_pb2.TokenRange(begin=0))
+        blind = Blind(daemon)
+        for _ in range(200):
+            blind.call(method, ids if method == "GetSession" else kv.ListSessionsRequest())
+        wait_for(lambda: b"limit-response-bytes is 1048576 bytes, of which this connection may have" in blind.received,
+                 "nothing is refused")
+        assert 0 < daemon.metric("qkvd_response_bytes") <= MIB // 2
+        assert len(cache.stub.GetSession(ids, timeout=TIMEOUT).token_ids) == TOKENS  # another connection
+        small = kv.GetSessionRequest(session="of-slow")
+        blind.call("GetSession", small)  # counts nothing
+        admin = admin_pb2_grpc.AdminStub(daemon.channel())
+        assert admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=TIMEOUT).metrics
+        blind.close()
+        wait_for(lambda: daemon.metric("qkvd_response_bytes") == 0, "what nobody reads is held")
+
+
+def test_messages_that_wait_are_bounded(tmp_path):
+    """Whole messages that wait for their tenant's rate: one connection gets half of 512 MiB, and another tenant's go on."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("slow bytes_per_second=64KiB\n")
+    with Daemon("--quota-file", str(quotas)) as daemon:
+        other = cache_of(daemon, "other")
+        slow = Cache(Tenant(daemon.stub(), "slow"), "of-slow", layers=1)
+        first = kv.AppendRequest(items=[slow.item(0, *slow.rows(1))])
+        before = daemon.rss_bytes()
+        raw = Raw(daemon.tcp)
+        raw.greet()
+        for stream in range(1, 17, 2):
+            raw.send(frame(HEADERS, END_HEADERS, stream, request("/qkv.v1.KvCache/Append", ("qkv-tenant", "slow"))))
+            sent = first.SerializeToString()
+            assert raw.upload(stream, sent, len(sent) + 5) == len(sent) + 5
+        refusal = b"messages that have arrived may have 536870912 bytes, of which this connection may have"
+        for stream in range(1, 17, 2):
+            if refusal not in raw.received:
+                raw.upload(stream, 60 * MIB, 60 * MIB + 5)
+        wait_for(lambda: refusal in raw.received, "nothing is refused")
+        assert SANITIZED or daemon.rss_bytes() < before + 768 * MIB
+        assert other.fetch()[0].shape[0] == TOKENS
+        big = other.rows(TOKENS)
+        for i in range(1, 4):
+            other.append(i * TOKENS, *big)
+        raw.close()
+
+
+def test_messages_ahead_are_bounded():
+    """What a client may send on a stream that is not read from is little, and a message that is read comes whole."""
+    with Daemon() as daemon:
+        cache = cache_of(daemon)
+        raw = Raw(daemon.tcp)
+        raw.greet((INITIAL_WINDOW_SIZE, 0))
+        raw.send(frame(HEADERS, END_HEADERS, 1, request("/qkv.v1.KvCache/Decode", ("qkv-tenant", "slow"))))
+        sent = kv.AttendRequest(items=[cache.item(0, q=cache.queries(1))]).SerializeToString()
+        assert raw.upload(1, sent, len(sent) + 5) == len(sent) + 5
+        wait_for(lambda: daemon.metric("qkvd_response_bytes") > 0, "it is not answered")
+        assert raw.upload(1, 8 * MIB, 8 * MIB + 5, 1) <= 256 * 1024
+        cache.append(TOKENS, *cache.rows(4 * TOKENS))  # 8 MiB in fp32
+        raw.close()
 
 
 @pytest.mark.parametrize("method", ["Fetch", "Attend"])

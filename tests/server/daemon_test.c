@@ -35,8 +35,17 @@ typedef struct test_state {
 } test_state;
 
 static int setup(void **out) {
-  static const char *const arguments[] = {
-      "--limit-calls", "6", "--limit-message", "2MiB", "--memory-budget", "8MiB", "--limit-models", "3", NULL};
+  static const char *const arguments[] = {"--limit-calls",
+                                          "6",
+                                          "--limit-tenant-calls",
+                                          "7",
+                                          "--limit-message",
+                                          "2MiB",
+                                          "--memory-budget",
+                                          "8MiB",
+                                          "--limit-models",
+                                          "3",
+                                          NULL};
   test_state *state = calloc(1, sizeof(*state));
   assert_non_null(state);
   state->daemon = fixture_start(arguments);
