@@ -404,6 +404,13 @@ static qkv_status start_shared_memory(qkv_daemon *daemon, qkv_error *error) {
   return options->shm_listen != NULL ? qkvi_passed_create(&passed, &daemon->passed, error) : QKV_OK;
 }
 
+// Rows of one request take limit-message at most.
+static uint64_t area_bytes(const qkv_server_options *options) {
+  const uint64_t part = (uint64_t)options->gpu_memory / QKVI_GPU_AREA_PART, most = (uint64_t)options->limit_message;
+  if (!options->allow_client_shm) return 0;
+  return part < most ? part : most;
+}
+
 static qkv_status start_gpus(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   const qkvi_gpu_config config = {.memory_bytes = (uint64_t)options->gpu_memory,
@@ -411,6 +418,7 @@ static qkv_status start_gpus(qkv_daemon *daemon, qkv_error *error) {
                                   .admit_attends = QKVI_GPU_ADMIT_ATTENDS,
                                   .half_life_ms = QKVI_GPU_HALF_LIFE_MS,
                                   .retry_ms = QKVI_GPU_RETRY_MS,
+                                  .area_bytes = area_bytes(options),
                                   .metrics = daemon->metrics};
   return options->gpu_memory > 0 ? qkvi_gpus_create(&config, &options->gpu_devices, &daemon->gpus, error) : QKV_OK;
 }

@@ -141,6 +141,10 @@
     "Tokens whose rows the GPU decoded into its memory, counted per layer.")                                        \
   X(GPU_FETCH_HOST_TOKENS, "qkvd_gpu_fetch_host_tokens_total", QKV_COUNTER,                                         \
     "Tokens whose rows were decoded by the CPU and copied into the GPU's memory, counted per layer.")               \
+  X(GPU_APPEND_TOKENS, "qkvd_gpu_append_tokens_total", QKV_COUNTER,                                                 \
+    "Tokens appended from the GPU's memory whose pages it coded, counted per layer.")                               \
+  X(GPU_APPEND_HOST_TOKENS, "qkvd_gpu_append_host_tokens_total", QKV_COUNTER,                                       \
+    "Tokens appended from the GPU's memory whose pages the CPU coded, counted per layer.")                          \
   X(FORKS, "qkvd_forks_total", QKV_COUNTER, "Sessions that were made as forks of others.")                          \
   X(SESSIONS_EXPIRED, "qkvd_sessions_expired_total", QKV_COUNTER, "Sessions closed because their ttl_ms was over.") \
   X(SESSIONS_EVICTED, "qkvd_sessions_evicted_total", QKV_COUNTER,                                                   \

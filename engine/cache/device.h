@@ -21,6 +21,7 @@
 
 #include "engine/kernel/simt/operands.h"
 
+struct qkv_coder;
 struct qkv_page_range;
 typedef struct qkv_device qkv_device;
 typedef struct qkv_device_copy qkv_device_copy;  // the device's
@@ -78,6 +79,24 @@ struct qkv_device {
 
   qkv_device *next;           // another one that may have copies of the same ranges, in a circle; NULL: there is none
   _Atomic uint32_t sessions;  // that are on it
+};
+
+// What codes pages of an append whose rows a device has, too: by kernels, in the place of the CPU.
+typedef struct qkv_row_encoder qkv_row_encoder;
+
+// A page of rows [token, token + 64) of the append.
+typedef struct qkv_row_page {
+  const struct qkv_coder *coder;
+  uint64_t position;  // of the first row
+  uint64_t token;
+  uint64_t following;  // pages behind it that are asked for next, at most
+  const void *k, *v;   // the rows [64][kv_heads][dim], in the append's dtype
+} qkv_row_page;
+
+struct qkv_row_encoder {
+  // `image` gets the page that the coder's encode makes of k and v, `*bytes` what it has. False: the caller encodes.
+  // May wait for the device. One thread at a time.
+  bool (*encode)(const qkv_row_encoder *encoder, const qkv_row_page *page, void *image, size_t *bytes);
 };
 
 // The range is forgotten by the device and the others of its circle.

@@ -105,6 +105,7 @@ struct qkv_layer_access {
   void (*leave)(const qkv_layer_access *access, bool last);  // the change is complete
   void (*look)(const qkv_layer_access *access);
   void (*looked)(const qkv_layer_access *access);
+  const qkv_row_encoder *encoder;  // of the rows that it appends, where a device has them; NULL: it has not
 };
 
 typedef struct qkv_layer {

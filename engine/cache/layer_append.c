@@ -303,6 +303,16 @@ static void gather_rows(const append *a, uint64_t first, qkv_tail_block *block, 
   store_rows(a, block->rows, first, begin, first + QKV_PAGE_TOKENS);
 }
 
+// A device that has the request's rows makes pages of them alone, and of rows as they are: not of some that were in
+// the tail, nor of others that are rotated or converted.
+static void show_encoder(const append *a, uint64_t position, uint64_t following, qkvi_seal_scratch *scratch) {
+  const bool as_it_is = !a->rotate && a->k->dtype == a->model->dtype && a->v->dtype == a->model->dtype;
+  const qkv_layer_access *access = a->layer->access;
+  scratch->encoder = position >= a->layer->length && as_it_is && access != NULL ? access->encoder : NULL;
+  scratch->token = position - a->position;
+  scratch->following = following;
+}
+
 // The next pages, which are the layer's only later. Other threads may read the layer meanwhile.
 static void code_pages(const append *a, tail_work *work, qkv_page_entry *pages, uint64_t count) {
   const qkv_layer *layer = a->layer;
@@ -310,6 +320,7 @@ static void code_pages(const append *a, tail_work *work, qkv_page_entry *pages, 
     const uint64_t position = layer->sealed + i * QKV_PAGE_TOKENS;
     qkv_tail_block gathered = {0};
     qkvi_layer_yield(layer);
+    show_encoder(a, position, count - 1 - i, &work->scratch);
     if (position + QKV_PAGE_TOKENS <= layer->length) {
       qkvi_seal_page(layer, &work->scratch, position, &layer->tail[i], &pages[i]);
     } else {

@@ -108,12 +108,14 @@ void qkvi_layer_rows_fork(qkv_layer *layer, const qkv_layer *parent);
 // Sealing (layer_seal.c): scratch memory for the rows and the image of one page at a time, and the most bytes of the
 // arena that a page takes.
 typedef struct qkvi_seal_scratch {
-  void *rows;            // a block that is not the layer's; NULL until it is needed
-  float *k, *v;          // one page's rows
-  void *image;           // a page of any size
-  void *narrow;          // the same with planes dropped, where tiers are selected (quality.h)
-  size_t image_bytes;    // of the images: what is reserved for each page
-  qkv_page_watch watch;  // the layer's, with these pages
+  void *rows;                      // a block that is not the layer's; NULL until it is needed
+  float *k, *v;                    // one page's rows
+  void *image;                     // a page of any size
+  void *narrow;                    // the same with planes dropped, where tiers are selected (quality.h)
+  size_t image_bytes;              // of the images: what is reserved for each page
+  qkv_page_watch watch;            // the layer's, with these pages
+  const qkv_row_encoder *encoder;  // of the next page's rows; NULL: the CPU alone has them
+  uint64_t token, following;       // qkv_row_page, for it
 } qkvi_seal_scratch;
 
 uint64_t qkvi_seal_cost(const qkv_layer *layer);

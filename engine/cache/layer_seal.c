@@ -111,8 +111,10 @@ static size_t encode(const qkv_layer *layer, qkvi_seal_scratch *scratch, uint64_
   // Only bulk work waits for helpers, which yield, too, and may lose their processor in the middle of a head.
   qkv_pool *pool = qkv_yield_enabled() ? layer->config.pool : NULL;
   const uint64_t began = qkv_stage_now();
-  const size_t bytes =
-      coder->codec->encode(coder, position, (uint32_t)tokens, model->dtype, k, v, pool, scratch->image);
+  const qkv_row_page page = {coder, position, scratch->token, scratch->following, k, v};
+  size_t bytes = 0;
+  if (scratch->encoder == NULL || !scratch->encoder->encode(scratch->encoder, &page, scratch->image, &bytes))
+    bytes = coder->codec->encode(coder, position, (uint32_t)tokens, model->dtype, k, v, pool, scratch->image);
   qkv_stage_add(QKV_STAGE_ENCODE, began);
   if (learns) {
     qkv_learner_page(model->learner, layer->config.layer, position, (uint32_t)tokens, scratch->k, scratch->v, coder,

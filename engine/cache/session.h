@@ -143,7 +143,8 @@ typedef struct qkv_append_use {
                         // and pages of them that another session holds are taken instead of coded (session_share.h).
                         // NULL: not known
   bool separate;        // every page is coded
-  uint64_t pages_shared;  // out: pages that were taken
+  const qkv_row_encoder *encoder;  // of these rows (device.h); NULL: none
+  uint64_t pages_shared;           // out: pages that were taken
 } qkv_append_use;
 
 // qkv_session_append with it.

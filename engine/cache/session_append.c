@@ -134,6 +134,7 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
   change.ids = &ids;
   if (ids.count > 0 && !use->separate)
     appending->offers = qkvi_session_offers(session, appending, position, ids.ids, ids.count);
+  change.access.encoder = use->encoder;
   const qkv_status status = qkv_layer_append(appending, position, k, v, before_rope, appended, error);
   *length = appending->length;
   use->pages_shared = qkvi_page_offers_free(&appending->offers, session->kind->arena);

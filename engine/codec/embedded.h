@@ -57,11 +57,8 @@ typedef struct qkv_device_page {
   uint64_t position;
   uint32_t tokens;
   qkv_dtype dtype;
-  void *rows[2];                // by qkv_part: [tokens][kv_heads][dim], 64-byte aligned, to be filled by:
+  const void *rows[2];          // by qkv_part: [tokens][kv_heads][dim]
   const qkv_coded_rows *parts;  // [kv_heads][2]
-  // Brings a row of `rows`, which may be an outlier. Few are asked for, of heads with heavy hitters all keys.
-  void (*bring)(void *context, uint16_t kv_head, qkv_part part, uint32_t slot);
-  void *context;
 } qkv_device_page;
 
 // Whether pages are made of such rows: those without anchors and factors, of heads that have bits.

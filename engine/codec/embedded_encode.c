@@ -433,34 +433,35 @@ size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t 
 
 // ---- Pages whose rows a device has coded ----
 
-// One head's K or V, whose rows come when they are asked for.
+// One head's K or V, whose rows are turned when they are asked for.
 typedef struct lazy_part {
   const qkv_coder *coder;
   uint16_t kv_head;
   qkv_part part;
   const page_rows *rows;
-  const qkv_device_page *page;
+  const qkv_coded_rows *coded_as;
   float *turned, *scratch;  // [64][dim]; `turned` NULL: outliers are turned where they are looked at
   uint64_t brought;         // slots, a mask
 } lazy_part;
 
+// In a frame a row takes as long as all of a page.
 static void bring_row(void *context, size_t slot) {
   lazy_part *lazy = context;
   float squares[QKV_PAGE_TOKENS];
   if ((lazy->brought >> slot & 1) != 0) return;
-  lazy->brought |= (uint64_t)1 << slot;
-  lazy->page->bring(lazy->page->context, lazy->kv_head, lazy->part, (uint32_t)slot);
-  if (lazy->turned == NULL) return;
-  const size_t dim = qkvi_coder_dim(lazy->coder, lazy->part);
-  qkv_rows row = source_of(lazy->coder, lazy->rows, lazy->kv_head, lazy->part);
-  row.data += slot * row.stride;
-  turn_rows(lazy->coder, lazy->kv_head, lazy->part, lazy->rows->position, (uint32_t)slot, 1, &row, lazy->scratch,
-            squares);
-  memcpy(lazy->turned + slot * dim, lazy->scratch + slot * dim, dim * sizeof *lazy->turned);
+  const bool alone = lazy->part == QKV_V || qkv_embedded(lazy->coder)->frame == QKV_FRAME_PLAIN;
+  const size_t dim = qkvi_coder_dim(lazy->coder, lazy->part), first = alone ? slot : 0;
+  const uint32_t tokens = alone ? 1 : lazy->rows->tokens;
+  lazy->brought |= alone ? (uint64_t)1 << slot : UINT64_MAX;
+  qkv_rows rows = source_of(lazy->coder, lazy->rows, lazy->kv_head, lazy->part);
+  rows.data += first * rows.stride;
+  turn_rows(lazy->coder, lazy->kv_head, lazy->part, lazy->rows->position, (uint32_t)first, tokens, &rows,
+            lazy->scratch, squares);
+  memcpy(lazy->turned + first * dim, lazy->scratch + first * dim, tokens * dim * sizeof *lazy->turned);
 }
 
 static void place_part(lazy_part *lazy, uint64_t heavy, void *image, qkv_outlier_set *set) {
-  const qkv_coded_rows *coded_as = &lazy->page->parts[2 * lazy->kv_head + lazy->part];
+  const qkv_coded_rows *coded_as = lazy->coded_as;
   const qkv_head_coder *head = &qkv_embedded(lazy->coder)->heads[lazy->kv_head];
   const qkv_rows source = source_of(lazy->coder, lazy->rows, lazy->kv_head, lazy->part);
   qkvi_row_measures measures;
@@ -474,7 +475,7 @@ static void place_part(lazy_part *lazy, uint64_t heavy, void *image, qkv_outlier
   memcpy(measures.squares, coded_as->squares, sizeof measures.squares);
   qkvi_part_rows own =
       part_rows_of(lazy->coder, lazy->kv_head, lazy->part, lazy->rows, heavy, &source, lazy->turned, gains, groups);
-  own.bring = bring_row;
+  own.bring = lazy->turned != NULL ? bring_row : NULL;
   own.bring_context = lazy;
   const qkvi_outlier_slots found = qkvi_outliers_choose(lazy->coder, &own, &measures);
   qkvi_outliers_store(&own, &found, &measures, gains, set);
@@ -483,8 +484,6 @@ static void place_part(lazy_part *lazy, uint64_t heavy, void *image, qkv_outlier
 static void place_coded_head(const qkv_coder *coder, uint16_t kv_head, const page_rows *rows,
                              const qkv_device_page *page, float *space, void *image, qkv_outlier_set *sets) {
   const qkv_embedded_coder *own = qkv_embedded(coder);
-  for (uint32_t t = 0; own->heads[kv_head].heavy != NULL && t < rows->tokens; t++)
-    page->bring(page->context, kv_head, QKV_K, t);
   const uint64_t heavy = heavy_of(coder, kv_head, rows);
   for (qkv_part part = QKV_K; part <= QKV_V; part++) {
     const bool as_it_is =
@@ -493,7 +492,7 @@ static void place_coded_head(const qkv_coder *coder, uint16_t kv_head, const pag
                       .kv_head = kv_head,
                       .part = part,
                       .rows = rows,
-                      .page = page,
+                      .coded_as = &page->parts[2 * kv_head + part],
                       .turned = as_it_is ? NULL : space,
                       .scratch = space + QKV_PAGE_TOKENS * widest(coder)};
     place_part(&lazy, heavy, image, &sets[2 * kv_head + part]);

@@ -159,7 +159,6 @@ static bool wants_wide(const qkvi_part_rows *rows, const qkvi_outlier_slots *fou
 static void load_outlier(const qkvi_part_rows *rows, size_t slot, float *row) {
   const size_t dim = rows->head->schedules[rows->part]->dim;
   if (rows->part == QKV_V) return qkv_outlier_units(turned_row(rows, slot, row), rows->head->outlier_steps, dim, row);
-  if (rows->bring != NULL) rows->bring(rows->bring_context, slot);
   qkv_to_float(rows->source->dtype, rows->source->data + slot * rows->source->stride, row, dim);
 }
 

@@ -39,7 +39,7 @@ typedef struct qkvi_part_rows {
   const float *turned;           // [64][dim] in code space; NULL: what the transform makes of the source
   uint64_t heavy;                // slots of heavy hitters, a mask
   const uint8_t *gains, *codes;  // [64] and four groups', one after the other: as encoded at the head's tier
-  // Brings a slot's row to the source and to `turned` before either is read; NULL: all are there.
+  // Brings a slot's row to `turned` before it is read; NULL: all are there.
   void (*bring)(void *context, size_t slot);
   void *bring_context;
 } qkvi_part_rows;

@@ -37,6 +37,7 @@ static qkv_status open_named(qkvi_gpu *gpu, qkv_gpu_device **device, qkv_error *
   qkvi_gpu_set_calls(gpu, &config);
   QKV_TRY(qkv_gpu_open(&config, device, error));
   const qkv_status status = qkvi_gpu_prepare_calls(gpu, *device, error);
+  if (status == QKV_OK) qkvi_gpu_prepare_areas(gpu, *device);
   if (status != QKV_OK) qkv_gpu_close(device);
   return status;
 }

@@ -34,6 +34,7 @@ typedef struct qkvi_gpu_config {
   uint32_t admit_attends;     // of a range, before it is uploaded
   int64_t half_life_ms;       // of what is counted of a range's attention, > 0
   int64_t retry_ms;           // after the first failure
+  uint64_t area_bytes;        // of memory_bytes, for each of two areas that appended rows are coded in (append.h)
   qkv_metric_value *metrics;  // [QKV_METRIC_COUNT]
 } qkvi_gpu_config;
 
@@ -76,8 +77,11 @@ qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, s
 qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void *data, size_t bytes,
                                qkv_error *error);
 
+// area_bytes are at most this part of memory_bytes.
+#define QKVI_GPU_AREA_PART 16
+
 // What is counted of each GPU, too: these metrics.
-#define QKVI_GPU_COUNTERS (QKV_METRIC_GPU_FETCH_HOST_TOKENS - QKV_METRIC_GPU_HITS + 1)
+#define QKVI_GPU_COUNTERS (QKV_METRIC_GPU_APPEND_HOST_TOKENS - QKV_METRIC_GPU_HITS + 1)
 
 #define QKVI_GPU_TEXT_MAX 64
 

@@ -1,5 +1,6 @@
 // Between the files of server/gpu: gpu.c opens and closes the GPU and has the thread, copies.c decides which ranges
-// are resident, calls.c runs kernels, lent.c has memory of other processes.
+// are resident, calls.c runs kernels, lent.c has memory of other processes, areas.c and encode.c have what
+// is appended from it.
 #ifndef QKV_SERVER_GPU_INTERNAL_H
 #define QKV_SERVER_GPU_INTERNAL_H
 
@@ -17,6 +18,7 @@
 enum {
   QKVI_GPU_CALLS = 8,
   QKVI_GPU_ROWS_DIM_MAX = 256,  // of rows that kernels make: so many fit in the shared memory of all GPUs
+  QKVI_GPU_AREAS = 2,           // requests whose rows are coded at once
   QKVI_GPU_FILLS = 2,  // ranges whose images have been copied and are not uploaded yet: some 10 MB each at most
 };
 
@@ -53,6 +55,30 @@ typedef struct qkvi_gpu_slot {
   uint64_t began_ns;
 } qkvi_gpu_slot;
 
+// Pages of a source that have been coded: results of the kernel, one page after the other.
+typedef struct qkvi_gpu_coded {
+  const struct qkvi_gpu_source *source;  // NULL: there are none
+  const struct qkv_coder *coder;
+  uint64_t token, position;  // of the first one's first row
+  size_t pages, page_bytes;
+  uint8_t *results;
+  size_t capacity;
+} qkvi_gpu_coded;
+
+// append.h
+struct qkvi_gpu_area {
+  qkvi_gpu *gpu;
+  uint64_t opening;  // of the GPU, with which it ends
+  qkv_cuda_memory at;
+  uint64_t used;  // of area_bytes
+  qkvi_gpu_coded coded;
+};
+
+typedef struct qkvi_gpu_area_slot {
+  qkv_cuda_memory at;          // 0: there was no memory
+  struct qkvi_gpu_area *user;  // NULL: not in use
+} qkvi_gpu_area_slot;
+
 struct qkvi_gpu {
   qkv_device device;  // first, so that one leads to the other
   qkvi_gpu_config config;
@@ -81,6 +107,7 @@ struct qkvi_gpu {
   qkv_cuda_memory tables;      // qkv_simt_tables
   qkv_cuda_memory row_tables;  // qkv_simt_encode_tables, which begin with qkv_simt_row_tables
   qkvi_gpu_slot slots[QKVI_GPU_CALLS];
+  qkvi_gpu_area_slot areas[QKVI_GPU_AREAS];
   uint64_t scratch_bytes;
 };
 
@@ -116,6 +143,13 @@ void qkvi_gpu_destroy_copies(qkvi_gpu *gpu);
 
 // lent.c, by the thread: closes what was given back last. The lock is held, and released meanwhile.
 void qkvi_gpu_close_given_back(qkvi_gpu *gpu);
+
+// areas.c: takes memory for areas as the GPU is opened. An area, or NULL. qkvi_gpu_enter where the area is still what
+// it was. Space in it, or 0: `gpu` and `opening` are of what is copied there.
+void qkvi_gpu_prepare_areas(qkvi_gpu *gpu, qkv_gpu_device *device);
+struct qkvi_gpu_area *qkvi_gpu_area_new(qkvi_gpu *gpu);
+bool qkvi_gpu_enter_area(struct qkvi_gpu_area *area);
+qkv_cuda_memory qkvi_gpu_area_space(struct qkvi_gpu_area *area, const qkvi_gpu *gpu, uint64_t opening, size_t bytes);
 
 // calls.c: the others; tables and scratch memory, which go with the GPU.
 bool qkvi_gpu_begin_call(qkv_device *device, qkv_device_call *call);

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <utlist.h>
 
+#include "server/gpu/append.h"
 #include "server/gpu/internal.h"
 #include "server/gpu/rows.h"
 
@@ -135,6 +136,26 @@ qkv_status qkvi_gpu_lent_read(qkvi_gpu_lent *lent, uint64_t offset, void *out, s
   if (!hold(lent)) return has_gone(error);
   const qkv_gpu_copy_back copy = {.to = out, .from = lent->lent.at + lent->offset + offset, .bytes = bytes};
   return end(lent->gpu, bytes > 0 ? qkv_gpu_download(lent->gpu->open, &copy, 1, error) : QKV_OK);
+}
+
+qkvi_gpu *qkvi_gpu_lent_on(const qkvi_gpu_lent *lent) {
+  return lent->gpu;
+}
+
+qkvi_gpu_area *qkvi_gpu_area_take(const qkvi_gpu_lent *lent) {
+  return qkvi_gpu_area_new(lent->gpu);
+}
+
+qkv_status qkvi_gpu_lent_take(qkvi_gpu_lent *lent, uint64_t offset, void *out, size_t bytes, qkvi_gpu_area *area,
+                              qkv_cuda_memory *at, qkv_error *error) {
+  assert(offset <= lent->bytes && bytes <= lent->bytes - offset);
+  *at = bytes > 0 ? qkvi_gpu_area_space(area, lent->gpu, lent->opening, bytes) : 0;
+  if (*at == 0) return qkvi_gpu_lent_read(lent, offset, out, bytes, error);
+  if (!hold(lent)) return has_gone(error);
+  const qkv_gpu_copy_back copy = {.to = out, .from = *at, .bytes = bytes};
+  qkv_status status = qkv_gpu_copy_within(lent->gpu->open, *at, lent->lent.at + lent->offset + offset, bytes, error);
+  if (status == QKV_OK) status = qkv_gpu_download(lent->gpu->open, &copy, 1, error);
+  return end(lent->gpu, status);
 }
 
 qkv_status qkvi_gpu_lent_write(qkvi_gpu_lent *lent, uint64_t offset, const void *data, size_t bytes,

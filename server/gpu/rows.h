@@ -31,21 +31,6 @@ typedef struct qkvi_gpu_rows {
   qkvi_gpu_place to[2];  // by qkv_part
 } qkvi_gpu_rows;
 
-// Rows that lie on the GPU, to a page in memory.
-typedef struct qkvi_gpu_page {
-  const qkv_coder *coder;
-  uint64_t position;
-  uint32_t tokens;  // 1 to 64
-  qkv_dtype dtype;
-  qkvi_gpu_place from[2];  // by qkv_part, both
-} qkvi_gpu_page;
-
-// image [page_bytes_max], 64-byte aligned: the page that the coder's encode makes of the rows; *bytes are its. Codes
-// and what outliers are chosen by cross, and rows that may be outliers. Where kernels do not take the code (other
-// codecs, anchors, factors, more than 256 coordinates) or all calls are in use, all rows cross, and the CPU encodes.
-// UNAVAILABLE as for qkvi_gpu_fetch.
-qkv_status qkvi_gpu_encode(qkvi_gpu *gpu, const qkvi_gpu_page *page, void *image, size_t *bytes, qkv_error *error);
-
 // OK: all rows are there. UNAVAILABLE: the GPU fails, and `to` with it. While it runs the GPU stays open.
 qkv_status qkvi_gpu_fetch(qkvi_gpu *gpu, const qkvi_gpu_rows *rows, qkv_error *error);
 // The same to memory of other processes, for each part whose `lent` is not NULL: `at` is an offset in it, a multiple

@@ -67,8 +67,10 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
 static qkv_status append_once(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
                               qkvi_append_ids *ids, uint64_t *headroom, bool at_once, uint64_t *appended,
                               uint64_t *length, qkv_error *error) {
-  qkv_append_use use = {
-      .headroom = headroom, .ids = ids->count == 0 ? NULL : ids->ids, .separate = daemon->options->separate_appends};
+  qkv_append_use use = {.headroom = headroom,
+                        .ids = ids->count == 0 ? NULL : ids->ids,
+                        .separate = daemon->options->separate_appends,
+                        .encoder = item->source.encoder.encode != NULL ? &item->source.encoder : NULL};
   QKV_TRY(qkvi_append_ids_reserve(ids, headroom, error));
   const qkv_status status = at_once ? qkv_session_try_append(session, item->layer, use.ids, item->position, &item->k,
                                                              &item->v, item->k_before_rope, appended, length, error)

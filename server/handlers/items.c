@@ -578,21 +578,43 @@ typedef struct request_load {
   size_t count;
 } request_load;
 
+// The GPU that a tensor's memory was on, and where its copy is there.
+typedef struct copied_rows {
+  qkvi_gpu *gpu;
+  qkv_cuda_memory at;
+} copied_rows;
+
+// `rows` NULL: it has none for a GPU to code.
 static qkv_status load_tensor(request_load *load, qkv_tensor *tensor, const qkvi_region_part *part, const char *name,
-                              qkv_error *error) {
+                              copied_rows *rows, qkv_error *error) {
   qkvi_region *region = NULL;
   int64_t end = 0;
   if (part->region.length == 0) return QKV_OK;
   QKV_TRY(qkvi_regions_find(load->regions, load->tenant, part, name, &region, error));
   (void)qkv_tensor_reach(tensor, &end);
   uint8_t *to = load->request->shared.data + load->bytes;
-  const qkv_status status = qkvi_region_read(region, part->offset, to, (size_t)end, error);
+  if (rows != NULL) rows->gpu = qkvi_region_gpu(region);
+  const qkv_status status =
+      rows != NULL ? qkvi_region_take(region, part->offset, to, (size_t)end, &load->request->area, &rows->at, error)
+                   : qkvi_region_read(region, part->offset, to, (size_t)end, error);
   qkvi_region_release(region);
   if (status != QKV_OK) return qkv_error_prefix(error, "%s: ", name);
   qkv_segment *segment = &load->request->shared_segments[load->count++];
   *segment = (qkv_segment){.data = to, .length = (size_t)end};
   tensor->data = qkv_bytes_of(segment);
   load->bytes += (uint64_t)end;
+  return QKV_OK;
+}
+
+static qkv_status load_item(request_load *load, qkvi_item *item) {
+  copied_rows k = {0}, v = {0};
+  const bool pages = item->k.rank == 3 && item->k.dims[0] >= QKV_PAGE_TOKENS;
+  QKV_TRY(load_tensor(load, &item->k, &item->k_part, "k", pages ? &k : NULL, &item->error));
+  QKV_TRY(load_tensor(load, &item->v, &item->v_part, "v", pages ? &v : NULL, &item->error));
+  QKV_TRY(load_tensor(load, &item->q, &item->q_part, "q", NULL, &item->error));
+  if (k.gpu != NULL && k.gpu == v.gpu)
+    qkvi_gpu_source_init(&item->source, k.gpu, load->request->area, &item->k, &item->v,
+                         (qkv_cuda_memory[]){k.at, v.at});
   return QKV_OK;
 }
 
@@ -615,10 +637,7 @@ uint64_t qkvi_request_load(qkvi_request *request, qkvi_regions *regions, const c
   for (size_t i = 0; i < request->count; i++) {
     qkvi_item *item = &request->items[i];
     if (item->error.status != QKV_OK) continue;
-    if (load_tensor(&load, &item->k, &item->k_part, "k", &item->error) != QKV_OK ||
-        load_tensor(&load, &item->v, &item->v_part, "v", &item->error) != QKV_OK ||
-        load_tensor(&load, &item->q, &item->q_part, "q", &item->error) != QKV_OK)
-      (void)qkvi_item_place(&item->error, i);
+    if (load_item(&load, item) != QKV_OK) (void)qkvi_item_place(&item->error, i);
   }
   return load.bytes;
 }
@@ -629,6 +648,7 @@ bool qkvi_request_may_wait(const qkvi_request *request, qkvi_regions *regions) {
 
 void qkvi_request_unload(qkvi_request *request) {
   if (request->regions != NULL) qkvi_buffers_return(qkvi_regions_buffers(request->regions), &request->shared);
+  qkvi_gpu_area_return(&request->area);
   request->regions = NULL;
   request->loaded = false;
 }

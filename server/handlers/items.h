@@ -46,6 +46,7 @@ typedef struct qkvi_item {
   size_t pages;              // how many it has
   uint64_t page_bytes;       // of these together
   qkvi_region_part k_part, v_part, q_part;  // where they lie in shared memory; none: in the message
+  qkvi_gpu_source source;                   // of k and v that a GPU may code; its encoder is none for others
   qkv_error error;                          // what is wrong with this item, if anything
 } qkvi_item;
 
@@ -65,6 +66,7 @@ typedef struct qkvi_request {
   bool loaded;
   qkvi_regions *regions;  // that have lent `shared`
   qkvi_buffer shared;
+  qkvi_gpu_area *area;  // where copies of rows on a GPU lie as well; NULL: nowhere
   qkv_segment *shared_segments;
   size_t shared_segment_capacity;
   // Of an AppendRequest alone: how many `open` there are, which server/handlers/stage.h reads, and the two marks.

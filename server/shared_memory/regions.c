@@ -306,6 +306,20 @@ qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, siz
   return copied(region, status, QKVI_REGION_READ, bytes, error);
 }
 
+qkvi_gpu *qkvi_region_gpu(const qkvi_region *region) {
+  return region->lent != NULL ? qkvi_gpu_lent_on(region->lent) : NULL;
+}
+
+qkv_status qkvi_region_take(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkvi_gpu_area **area,
+                            qkv_cuda_memory *at, qkv_error *error) {
+  *at = 0;
+  if (region->lent == NULL) return qkvi_region_read(region, offset, out, bytes, error);
+  assert(offset <= region->bytes && bytes <= region->bytes - offset);
+  if (*area == NULL) *area = qkvi_gpu_area_take(region->lent);
+  const qkv_status status = qkvi_gpu_lent_take(region->lent, offset, out, bytes, *area, at, error);
+  return copied(region, status, QKVI_REGION_READ, bytes, error);
+}
+
 qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *data, size_t bytes, qkv_error *error) {
   assert(offset <= region->bytes && bytes <= region->bytes - offset);
   qkv_status status = QKV_OK;

@@ -462,6 +462,26 @@ qkv_status qkv_gpu_download(qkv_gpu_device *device, const qkv_gpu_copy_back *cop
   return status;
 }
 
+// ---- Copies within the device ----
+
+static qkv_status copy_within(qkv_gpu_device *device, qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes,
+                              qkv_error *error) {
+  half *of = &device->halves[0];  // for its event
+  QKV_TRY(wait_for_half(device, of, error));
+  CHECK(device, error, MemcpyDtoDAsync, to, from, bytes, device->stream);
+  CHECK(device, error, EventRecord, of->done, device->stream);
+  return wait_for(device, of->done, "a copy", error);
+}
+
+qkv_status qkv_gpu_copy_within(qkv_gpu_device *device, qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes,
+                               qkv_error *error) {
+  pthread_mutex_lock(&device->copying);
+  qkv_status status = enter(device, error);
+  if (status == QKV_OK) status = while_running(device, copy_within(device, to, from, bytes, error), "a copy", error);
+  pthread_mutex_unlock(&device->copying);
+  return status;
+}
+
 // ---- Memory of other processes ----
 
 // Errors that the driver's contexts do not recover from: the device's, not of what was opened.

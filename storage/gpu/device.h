@@ -2,14 +2,15 @@
 //
 //   upload    host memory ─► staging (pinned, two halves) ─► memory of the device   one at a time, on its own stream
 //   download  the other way round, through the same staging
+//   copy      within the device, on the stream of both
 //   call      input (pinned, read in place by kernels) ─► launches ─► output (pinned, written by kernels)
 //
 // Each call has a stream, so that calls overlap. Their number is fixed; a caller that finds none computes elsewhere.
 //
 // Failure: running out of memory is QKV_RESOURCE_EXHAUSTED and changes nothing. Any other error of the driver, any at
-// all in an upload, a download or a wait, and a call that does not end in time, ends the use of the device, as the
-// driver's contexts do not recover: the device is down, logs that once, and every later operation is QKV_UNAVAILABLE.
-// Close it and open it again to retry.
+// all in an upload, a download, a copy or a wait, and a call that does not end in time, ends the use of the device,
+// as the driver's contexts do not recover: the device is down, logs that once, and every later operation is
+// QKV_UNAVAILABLE. Close it and open it again to retry.
 //
 // Threads: any, all functions but open and close; a call belongs to one thread at a time.
 #ifndef QKV_STORAGE_GPU_DEVICE_H
@@ -95,6 +96,11 @@ typedef struct qkv_gpu_copy_back {
 } qkv_gpu_copy_back;
 // Returns once all is copied. What writes to `from` has ended before.
 qkv_status qkv_gpu_download(qkv_gpu_device *device, const qkv_gpu_copy_back *copies, size_t count, qkv_error *error);
+
+// From memory of the device to other memory of it. Returns once all is copied. What writes to `from` has ended
+// before.
+qkv_status qkv_gpu_copy_within(qkv_gpu_device *device, qkv_cuda_memory to, qkv_cuda_memory from, size_t bytes,
+                               qkv_error *error);
 
 // Memory of another process, mapped here. That process may not be trusted: what the driver refuses to open is
 // INVALID_ARGUMENT with its error, and the device stays in use, unless it is the device that has failed. The memory

@@ -210,6 +210,42 @@ def test_coded_rows_are_made_on_the_gpu(server, memory, make_cache, dtype, layou
             list(cache.stub.Fetch(request, timeout=TIMEOUT))
 
 
+@pytest.mark.parametrize("layout", ["tokens", "heads"])
+def test_appended_rows_are_coded_on_the_gpu(server, memory, make_cache, layout):
+    """The same pages as of rows in the message: what is decoded of them has the same bits."""
+    made = server.metric("qkvd_gpu_append_tokens_total")
+    here, there = (make_cache(dtype=FP16, recent_window=10, key_dim=64, value_dim=128) for _ in range(2))
+    with Object(4 * MIB) as at:
+        register_cuda(memory, "r", handle_of(at), 4 * MIB)
+        position = 0
+        for tokens in (700, 1, 63, 64, 300):
+            k, v = here.rows(tokens)
+            k[::50] *= 30  # outliers
+            tensors = {}
+            for field, offset, rows in (("k", 0, k), ("v", 2 * MIB, v)):
+                tensors[field] = lying("r", offset, rows, FP16)
+                if layout == "heads":
+                    width = rows.shape[2] * 2
+                    at.place(offset, encode(rows.transpose(1, 0, 2), FP16))
+                    tensors[field].strides[:] = (width, tokens * width, 2)
+                else:
+                    at.place(offset, encode(rows, FP16))
+            assert append(here, append_item(here, position, **tensors)).tokens == tokens
+            at.memory.buf[:] = b"\x7f" * at.size
+            there.append(position, k, v, dtype=FP16)
+            position += tokens
+        for a, b in zip(here.fetch(), there.fetch()):
+            assert np.array_equal(a, b)
+        with refused(CODE.INVALID_ARGUMENT, "k[3, 1, 2] is nan"):
+            k[3, 1, 2] = np.nan
+            at.place(0, encode(k, FP16))
+            at.place(2 * MIB, encode(v, FP16))
+            append(here, append_item(here, position, k=lying("r", 0, k, FP16), v=lying("r", 2 * MIB, v, FP16)))
+    # 10 pages of the first append, and 3 or 4 of the last: others begin with rows that are exact already.
+    assert server.metric("qkvd_gpu_append_tokens_total") - made >= 13 * 64
+    assert server.metric("qkvd_gpu_append_host_tokens_total") == 0
+
+
 def test_two_gpus(kernels):  # noqa: F811
     """Memory of either, and keys on the one while values go to the other, wherever the session is."""
     with with_gpu(kernels, "--allow-client-shm", "--gpu-devices", "all") as daemon, Object(MIB) as a, Object(MIB) as b:

@@ -1,6 +1,9 @@
 // Rows of layers to memory of the GPU, with the fake driver, whose kernels the emulator runs: the bytes that the
-// engine's own rows have, whatever the pages' code, whether they are resident, and while the driver fails.
+// engine's own rows have, whatever the pages' code, whether they are resident, and while the driver fails. And rows
+// of a worker's memory to pages: those that the codec makes of the copy that the CPU has.
 #include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <unistd.h>
 
 #include "engine/base/log.h"
@@ -8,9 +11,19 @@
 #include "engine/kernel/kernel.h"
 #include "server/gpu/rows.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/server/gpu/worker.h"
 #include "tests/storage/gpu/fake_cuda.h"
 
-enum { HEADS = 2, DIM = 64, TOKENS = 1600, WINDOW = 40, SINKS = 4, CODERS = 5 };
+enum {
+  HEADS = 2,
+  DIM = 64,
+  TOKENS = 1600,
+  WINDOW = 40,
+  SINKS = 4,
+  CODERS = 5,
+  AREA_BYTES = 512 << 10,
+  WORKER_BYTES = 1 << 20
+};
 #ifdef QKV_SANITIZED
 enum { FETCHES = 2, FAULTS = 10 };
 #else
@@ -30,6 +43,8 @@ typedef struct world {
   qkv_layer trunk, layer;  // the layer has the trunk's ranges
   qkv_metric_value metrics[QKV_METRIC_COUNT];
   qkvi_gpu *gpu;
+  worker worker;
+  qkvi_gpu_lent *lent;  // its memory
   uint64_t seed;
 } world;
 
@@ -52,6 +67,7 @@ static void start_gpu(world *w) {
                                   .admit_attends = 1,
                                   .half_life_ms = 1000,
                                   .retry_ms = 2,
+                                  .area_bytes = AREA_BYTES,
                                   .metrics = w->metrics};
   if (qkvi_gpu_create(&config, &w->gpu, &error) != QKV_OK) fail_msg("%s", error.text);
   assert_non_null(w->gpu);
@@ -300,78 +316,251 @@ static void the_driver_fails(void **unused) {
 
 // ---- Rows to pages ----
 
-static qkv_cuda_memory copy_in(const void *from, size_t bytes) {
-  qkv_cuda_memory to;
-  qkv_cuda_stream stream;
-  qkv_cuda_event done;
-  must(cuda.MemAlloc(&to, bytes));
-  must(cuda.StreamCreate(&stream, QKV_CUDA_STREAM_NON_BLOCKING));
-  must(cuda.EventCreate(&done, QKV_CUDA_EVENT_UNTIMED));
-  must(cuda.MemcpyHtoDAsync(to, from, bytes, stream));
-  must(cuda.EventRecord(done, stream));
-  while (cuda.EventQuery(done) == QKV_CUDA_NOT_READY) {
-  }
-  must(cuda.EventDestroy(done));
-  must(cuda.StreamDestroy(stream));
-  return to;
-}
-
-static void *page_of(const qkv_coder *coder) {
-  const size_t bytes = (coder->codec->page_bytes_max(coder) + 63) / 64 * 64;
-  return memset(aligned_alloc(64, bytes), 0, bytes);
-}
+// Rows of an append, and where they lie.
+typedef struct appended {
+  test_tensor k, v;
+  uint32_t tokens;
+  qkv_dtype dtype;
+  uint64_t position, offset;  // offset: in the worker's memory
+} appended;
 
 // Some rows are much larger than others, so that they are outliers; those at the first positions are sinks.
-static void check_page(world *w, const qkv_coder *coder, qkv_status expected_status) {
+static float *random_rows(world *w, uint32_t tokens) {
+  float *rows = random_floats(random_next(&w->seed), (size_t)tokens * HEADS * DIM);
+  for (size_t i = 0; i < (size_t)tokens * HEADS * DIM; i++) rows[i] *= i / DIM % 37 == 5 ? 40 : i % DIM == 3 ? 6 : 1;
+  return rows;
+}
+
+// A tensor's dims may lie in the order heads, tokens.
+static void lay_rows(world *w, const appended *a, bool heads_first, test_tensor *made) {
+  float *rows = random_rows(w, a->tokens);
+  make_tensor(made, a->dtype, rows, a->tokens, HEADS, DIM);
+  const int64_t row = (int64_t)(DIM * qkv_dtype_size(a->dtype));
+  if (heads_first) {
+    made->tensor.strides[0] = row;
+    made->tensor.strides[1] = a->tokens * row;
+  }
+  free(rows);
+}
+
+static void make_appended(world *w, uint32_t tokens, appended *a) {
   static const qkv_dtype dtypes[] = {QKV_FP32, QKV_FP16, QKV_BF16};
-  const qkv_dtype dtype = dtypes[random_below(&w->seed, 3)];
-  const uint32_t tokens = random_below(&w->seed, 2) == 0 ? QKV_PAGE_TOKENS : 1 + (uint32_t)random_below(&w->seed, 64);
-  const size_t row = DIM * qkv_dtype_size(dtype), count = (size_t)tokens * HEADS * DIM, bytes = tokens * HEADS * row;
-  const uint64_t position = random_below(&w->seed, 3) == 0 ? 0 : 64 * random_below(&w->seed, 100);
-  void *narrow[2], *there = page_of(coder), *here = page_of(coder);
-  qkvi_gpu_page page = {.coder = coder, .position = position, .tokens = tokens, .dtype = dtype};
-  for (size_t part = 0; part < 2; part++) {
-    float *rows = random_floats(random_next(&w->seed), count);
-    for (size_t i = 0; i < count; i++) rows[i] *= i / DIM % 37 == 5 ? 40 : i % DIM == 3 ? 6 : 1;
-    narrow[part] = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    qkv_from_float(dtype, rows, narrow[part], count);
-    page.from[part] = (qkvi_gpu_place){copy_in(narrow[part], bytes), HEADS * row, row};
-    free(rows);
+  *a =
+      (appended){.tokens = tokens, .dtype = dtypes[random_below(&w->seed, 3)], .offset = random_below(&w->seed, 100)};
+  a->position = random_below(&w->seed, 3) == 0 ? 0 : 64 * random_below(&w->seed, 100);
+  lay_rows(w, a, random_below(&w->seed, 2) == 0, &a->k);
+  lay_rows(w, a, random_below(&w->seed, 2) == 0, &a->v);
+  worker_put(&w->worker, a->offset, &a->k.segment, &a->v.segment);
+}
+
+static void free_appended(appended *a) {
+  free_tensor(&a->k);
+  free_tensor(&a->v);
+}
+
+// A page's rows as the layer gathers them.
+static void *gather(const qkv_tensor *tensor, uint64_t token) {
+  const size_t row = DIM * qkv_dtype_size(tensor->dtype);
+  uint8_t *rows = aligned_alloc(64, QKV_PAGE_TOKENS * HEADS * row);
+  for (uint32_t t = 0; t < QKV_PAGE_TOKENS; t++) {
+    for (uint32_t h = 0; h < HEADS; h++)
+      qkv_tensor_row_raw(tensor, (int64_t)(token + t), h, rows + (t * HEADS + h) * row);
   }
+  return rows;
+}
+
+// Asks for pages from a random one on; how many of them the GPU makes.
+static size_t make_pages(world *w, const qkv_coder *coder, const appended *a, const qkvi_gpu_source *source) {
+  size_t made = 0, left = 0;
+  const checked_encoder checked = check_encoder(source, &made, &left);
+  void *image = aligned_alloc(64, (coder->codec->page_bytes_max(coder) + 63) / 64 * 64);
+  const uint64_t first = random_below(&w->seed, a->tokens - QKV_PAGE_TOKENS + 1);
+  const uint64_t pages = (a->tokens - first) / QKV_PAGE_TOKENS;
+  for (uint64_t i = 0; i < pages; i++) {
+    if (pages > 1 && random_below(&w->seed, 8) == 0) continue;  // another session has it already
+    const uint64_t token = first + i * QKV_PAGE_TOKENS;
+    void *k = gather(&a->k.tensor, token), *v = gather(&a->v.tensor, token);
+    const qkv_row_page page = {coder, a->position + token, token, pages - 1 - i + random_below(&w->seed, 3), k, v};
+    size_t bytes;
+    (void)encode_checked(&checked.encoder, &page, image, &bytes);
+    free(k);
+    free(v);
+  }
+  free(image);
+  return made;
+}
+
+// Rows of the worker's to pages by a GPU in use; how many of them it makes.
+static size_t append_some(world *w, const qkv_coder *coder, uint32_t tokens) {
   qkv_error error = {0};
-  size_t made = 0;
-  const qkv_status status = qkvi_gpu_encode(w->gpu, &page, there, &made, &error);
-  if (expected_status == QKV_OK && status != QKV_OK) fail_msg("%s", error.text);
-  const size_t expected = coder->codec->encode(coder, position, tokens, dtype, narrow[0], narrow[1], NULL, here);
-  if (status == QKV_OK) {
-    assert_int_equal(made, expected);
-    assert_memory_equal(there, here, expected);
-  }
-  for (size_t part = 0; part < 2; part++) {
-    if (status == QKV_OK) must(cuda.MemFree(page.from[part].at));
-    free(narrow[part]);
-  }
-  free(there);
-  free(here);
+  qkvi_gpu_source source;
+  appended a;
+  make_appended(w, tokens, &a);
+  qkvi_gpu_area *area = qkvi_gpu_area_take(w->lent);
+  assert_non_null(area);
+  if (worker_take(&w->worker, w->lent, a.offset, &a.k, &a.v, area, &source, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  const size_t made = make_pages(w, coder, &a, &source);
+  qkvi_gpu_area_return(&area);
+  assert_null(area);
+  free_appended(&a);
+  return made;
+}
+
+static void lend(world *w) {
+  qkv_error error = {0};
+  qkvi_gpu_give_back(&w->lent);
+  if (worker_lend(&w->worker, w->gpu, 0, &w->lent, &error) != QKV_OK) fail_msg("%s", error.text);
+}
+
+static void setup_worker(world *w, uint64_t seed) {
+  setup(w, seed, true);
+  w->worker = worker_start(WORKER_BYTES);
+  lend(w);
+}
+
+static void teardown_worker(world *w) {
+  qkvi_gpu_give_back(&w->lent);
+  worker_end(&w->worker);
+  teardown(w);
 }
 
 static void pages_have_the_same_bytes(void **unused) {
   (void)unused;
   world w;
-  setup(&w, 9, true);
-  enter_context();
-  const fake_cuda_state before = fake_read();
-  for (size_t i = 0; i < CODERS * FETCHES / 2; i++) check_page(&w, w.coders[i % CODERS], QKV_OK);
-  assert_true(fake_read().launches >= before.launches + 4 * (FETCHES / 2));  // but of the one with anchors
-  for (size_t i = 0; i < FAULTS / 2; i++) {
-    wait_until_up(&w);
-    enter_context();
-    fake_fail(i % 2 == 0 ? "cuMemcpyDtoHAsync" : "cuLaunchKernel", 1, 719);
-    check_page(&w, w.coders[i % CODERS], QKV_UNAVAILABLE);
-    fake_fail("", 1, 0);
+  setup_worker(&w, 9);
+  size_t made[CODERS] = {0};
+  for (size_t i = 0; i < CODERS * FETCHES / 2; i++)
+    made[i % CODERS] += append_some(&w, w.coders[i % CODERS], 64 + (uint32_t)random_below(&w.seed, 500));
+  for (size_t i = 0; i < CODERS; i++) assert_true(i == 2 ? made[i] == 0 : made[i] > 0);  // 2: it has anchors
+  assert_true(count_of(&w, QKV_METRIC_GPU_APPEND_HOST_TOKENS) > 0);
+  // Pages that follow one another are coded together.
+  const uint64_t launches = fake_read().launches;
+  size_t pages = 0;
+  for (int i = 0; i < 4; i++) pages += append_some(&w, w.coders[3], 512);
+  assert_true(fake_read().launches - launches <= pages / 2);
+  teardown_worker(&w);
+}
+
+typedef struct writing {
+  const worker *worker;
+  _Atomic bool stop;
+} writing;
+
+static void *write_always(void *context) {
+  writing *own = context;
+  for (uint8_t byte = 0; !own->stop; byte ^= 0x3c) memset(own->worker->data, byte, own->worker->bytes);
+  return NULL;
+}
+
+// What the CPU has and what the GPU codes is one copy, whatever the worker does.
+static void the_worker_writes_meanwhile(void **unused) {
+  (void)unused;
+  world w;
+  pthread_t thread;
+  setup_worker(&w, 11);
+  writing other = {.worker = &w.worker};
+  assert_int_equal(pthread_create(&thread, NULL, write_always, &other), 0);
+  size_t made = 0;
+  for (size_t i = 0; i < 2 * FETCHES; i++) made += append_some(&w, w.coders[0], 320);
+  other.stop = true;
+  pthread_join(thread, NULL);
+  assert_true(made > 0);
+  teardown_worker(&w);
+}
+
+// An append that is tried again, with another calibration or elsewhere, gets other pages of the same rows.
+static void what_was_coded_is_of_one_coder_and_position(void **unused) {
+  (void)unused;
+  world w;
+  qkvi_gpu_source source;
+  setup_worker(&w, 14);
+  appended a;
+  make_appended(&w, 64, &a);
+  qkvi_gpu_area *area = qkvi_gpu_area_take(w.lent);
+  assert_int_equal(worker_take(&w.worker, w.lent, a.offset, &a.k, &a.v, area, &source, NULL), QKV_OK);
+  for (size_t i = 0; i < 8; i++) {
+    a.position += i % 4 == 3 ? 64 : 0;
+    assert_int_equal(make_pages(&w, w.coders[i % 2 == 0 ? 3 : 4], &a, &source), 1);
   }
+  qkvi_gpu_area_return(&area);
+  free_appended(&a);
+  teardown_worker(&w);
+}
+
+static void areas_are_few_and_end(void **unused) {
+  (void)unused;
+  world w;
+  qkvi_gpu_area *areas[3];
+  qkvi_gpu_source source;
+  setup_worker(&w, 12);
+  for (size_t i = 0; i < 3; i++) areas[i] = qkvi_gpu_area_take(w.lent);
+  assert_true(areas[0] != NULL && areas[1] != NULL);
+  assert_null(areas[2]);
+  appended a;
+  make_appended(&w, 128, &a);
+  // Without one, rows come all the same, and the CPU makes the pages.
+  assert_int_equal(worker_take(&w.worker, w.lent, a.offset, &a.k, &a.v, NULL, &source, NULL), QKV_OK);
+  assert_int_equal(make_pages(&w, w.coders[0], &a, &source), 0);
+  // One that is full.
+  for (size_t i = 0; i < AREA_BYTES / (128 * HEADS * DIM * 2); i++) {
+    assert_int_equal(worker_take(&w.worker, w.lent, a.offset, &a.k, &a.v, areas[0], &source, NULL), QKV_OK);
+  }
+  assert_null(source.area);
+  qkvi_gpu_area_return(&areas[0]);
+  areas[0] = qkvi_gpu_area_take(w.lent);
+  assert_non_null(areas[0]);
+  // One that was taken before the GPU failed.
+  assert_int_equal(worker_take(&w.worker, w.lent, a.offset, &a.k, &a.v, areas[0], &source, NULL), QKV_OK);
+  assert_non_null(source.area);
+  fake_fail("cuMemcpyDtoDAsync", 1, 719);
+  assert_int_equal(worker_take(&w.worker, w.lent, a.offset, &a.k, &a.v, areas[1], &source, NULL), QKV_UNAVAILABLE);
   wait_until_up(&w);
-  teardown(&w);
+  lend(&w);
+  assert_int_equal(make_pages(&w, w.coders[0], &a, &source), 0);
+  assert_true(append_some(&w, w.coders[0], 320) > 0);
+  areas[2] = qkvi_gpu_area_take(w.lent);
+  for (size_t i = 0; i < 3; i++) qkvi_gpu_area_return(&areas[i]);
+  assert_true(append_some(&w, w.coders[0], 320) > 0);
+  free_appended(&a);
+  teardown_worker(&w);
+}
+
+// The nth call of some function fails while rows are copied and coded: the page's bytes, or none.
+static void the_driver_fails_while_pages_are_made(void **unused) {
+  (void)unused;
+  static const char *const functions[] = {"cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
+                                          "cuLaunchKernel",    "cuEventRecord",     "cuEventQuery",
+                                          "cuCtxSetCurrent"};
+  enum { FUNCTIONS = sizeof functions / sizeof *functions };
+  world w;
+  size_t refused = 0, left = 0, made = 0;
+  setup_worker(&w, 13);
+  for (size_t i = 0; i < FAULTS; i++) {
+    wait_until_up(&w);
+    lend(&w);
+    appended a;
+    make_appended(&w, 320, &a);
+    qkvi_gpu_source source;
+    qkvi_gpu_area *area = qkvi_gpu_area_take(w.lent);
+    fake_fail(functions[i % FUNCTIONS], 1 + (unsigned)(i / FUNCTIONS) % 6,
+              random_below(&w.seed, 4) == 0 ? QKV_CUDA_OUT_OF_MEMORY : 719);
+    const qkv_status status = worker_take(&w.worker, w.lent, a.offset, &a.k, &a.v, area, &source, NULL);
+    const size_t by_gpu = status == QKV_OK ? make_pages(&w, w.coders[i % 2 == 0 ? 0 : 3], &a, &source) : 0;
+    fake_fail("", 1, 0);
+    refused += status != QKV_OK;
+    left += status == QKV_OK && by_gpu == 0;
+    made += by_gpu;
+    qkvi_gpu_area_return(&area);
+    free_appended(&a);
+  }
+  print_message("%zu of %d were refused, the CPU had to code %zu, the GPU made %zu pages\n", refused, FAULTS, left,
+                made);
+  assert_true(refused > 0 && left > 0 && made > 0);
+  wait_until_up(&w);
+  lend(&w);
+  assert_true(append_some(&w, w.coders[0], 320) > 0);
+  teardown_worker(&w);
 }
 
 static int load(void **unused) {
@@ -388,6 +577,11 @@ int main(void) {
   qkv_kernels_setup(UINT32_MAX);
   const struct CMUnitTest tests[] = {cmocka_unit_test(rows_have_the_same_bytes),
                                      cmocka_unit_test(resident_pages_do_not_cross),
-                                     cmocka_unit_test(the_driver_fails), cmocka_unit_test(pages_have_the_same_bytes)};
+                                     cmocka_unit_test(the_driver_fails),
+                                     cmocka_unit_test(pages_have_the_same_bytes),
+                                     cmocka_unit_test(the_worker_writes_meanwhile),
+                                     cmocka_unit_test(what_was_coded_is_of_one_coder_and_position),
+                                     cmocka_unit_test(areas_are_few_and_end),
+                                     cmocka_unit_test(the_driver_fails_while_pages_are_made)};
   return cmocka_run_group_tests(tests, load, NULL);
 }

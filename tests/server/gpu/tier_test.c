@@ -2,7 +2,7 @@
 // it has without a GPU, whatever becomes of sessions, of pages and of the driver meanwhile. Runs under
 // ThreadSanitizer.
 //
-//   test_server_gpu_tier [OPERATIONS [SEED]]    random operations, more of them than usual
+//   test_server_gpu_tier OPERATIONS [SEED]    random operations alone, more of them than usual
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -17,6 +17,7 @@
 #include "server/residency/restore.h"
 #include "storage/gpu/driver.h"
 #include "tests/engine/cache/fixture.h"
+#include "tests/server/gpu/worker.h"
 #include "tests/storage/gpu/fake_cuda.h"
 
 #ifdef QKV_SANITIZED
@@ -55,6 +56,10 @@ typedef struct world {
   qkv_store *store;
   qkvi_residency *residency;
   qkv_session *sessions[SESSIONS];  // NULL: closed
+  uint64_t area_bytes;
+  worker worker;
+  qkvi_gpu_lent *lent[GPUS];   // its memory; NULL: not opened
+  size_t coded[2], lent_rows;  // pages from there that GPUs have coded, and the CPU; appends
   uint64_t opened;
   uint64_t seed;
 } world;
@@ -72,6 +77,7 @@ static void start_gpus(world *w, uint64_t memory_bytes, int64_t half_life_ms) {
                                   .admit_attends = 1,
                                   .half_life_ms = half_life_ms,
                                   .retry_ms = 2,
+                                  .area_bytes = w->area_bytes,
                                   .metrics = w->metrics};
   const char *names[] = {"0", "GPU-b0b1b2b3-b4b5-b6b7-b8b9-babbbcbdbebf"};
   if (qkvi_gpus_create(&config, &(qkv_option_list){names, GPUS}, &w->gpus, &error) != QKV_OK)
@@ -111,10 +117,11 @@ static void calibrate(const world *w, bool on) {
   qkv_calibration_slot_set(w->slot, on ? w->calibration : NULL);
 }
 
-static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t half_life_ms, uint64_t seed) {
+static void setup(world *w, bool calibrated, uint64_t memory_bytes, uint64_t area_bytes, int64_t half_life_ms,
+                  uint64_t seed) {
   qkv_error error = {0};
   const qkv_model *registered;
-  *w = (world){.seed = seed};
+  *w = (world){.seed = seed, .area_bytes = area_bytes};
   snprintf(w->directory, sizeof w->directory, "gpu-tier-%d", (int)getpid());
   snprintf(w->kernels, sizeof w->kernels, "%s.kernels", w->directory);
   FILE *file = fopen(w->kernels, "w");
@@ -146,6 +153,7 @@ static void setup(world *w, bool calibrated, uint64_t memory_bytes, int64_t half
   if (qkvi_residency_create(&w->values, w->store, NULL, w->metrics, &w->residency, &error) != QKV_OK)
     fail_msg("%s", error.text);
   if (qkv_store_register_model(w->store, &w->model, &registered, &error) != QKV_OK) fail_msg("%s", error.text);
+  w->worker = worker_start(2 * PIECE * DIM * sizeof(float));
   w->slot = registered->calibration;
   calibrate(w, calibrated);
 }
@@ -167,6 +175,8 @@ static void teardown(world *w) {
   qkvi_residency_destroy(&w->residency);
   qkv_store_destroy(&w->store);
   assert_int_equal(ranges_of(w), 0);
+  for (size_t i = 0; i < GPUS; i++) qkvi_gpu_give_back(&w->lent[i]);
+  worker_end(&w->worker);
   qkvi_gpus_destroy(&w->gpus);
   fake_fail("", 1, 0);
   const fake_cuda_state left = fake_read();
@@ -222,17 +232,54 @@ static qkv_session *fork_session(world *w, qkv_session *parent) {
   return child;
 }
 
-// Rows that no other session has at these positions. A page that is needed for it may be cold: then it is refused.
+// The worker's memory on one of the GPUs; NULL: that does not open it now.
+static qkvi_gpu_lent *lent_on(world *w, size_t gpu) {
+  qkv_error error = {0};
+  qkvi_gpu_lent **lent = &w->lent[gpu];
+  if (*lent != NULL && !qkvi_gpu_lent_lives(*lent)) qkvi_gpu_give_back(lent);
+  if (*lent == NULL) (void)worker_lend(&w->worker, qkvi_gpus_at(w->gpus, gpu), (int64_t)gpu, lent, &error);
+  return *lent;
+}
+
+// The rows come from the worker's memory, if that can be reached; else they stay as they are.
+static bool take(world *w, row_pair *pair, qkvi_gpu_area **area, qkvi_gpu_source *source) {
+  qkvi_gpu_lent *lent = lent_on(w, random_below(&w->seed, GPUS));
+  if (lent == NULL) return false;
+  row_pair copy = {pair->k, pair->v};
+  uint8_t *k = malloc(pair->k.segment.length), *v = malloc(pair->v.segment.length);
+  assert_true(k != NULL && v != NULL);
+  copy.k.segment.data = k;
+  copy.v.segment.data = v;
+  worker_put(&w->worker, 0, &pair->k.segment, &pair->v.segment);
+  *area = random_below(&w->seed, 8) == 0 ? NULL : qkvi_gpu_area_take(lent);
+  const bool taken = worker_take(&w->worker, lent, 0, &copy.k, &copy.v, *area, source, NULL) == QKV_OK;
+  if (taken) assert_memory_equal(k, pair->k.segment.data, pair->k.segment.length);
+  if (taken) assert_memory_equal(v, pair->v.segment.data, pair->v.segment.length);
+  free(k);
+  free(v);
+  return taken;
+}
+
+// Rows that no other session has at these positions, half of them from a worker's memory. A page that is needed for
+// it may be cold: then it is refused.
 static void append(world *w, qkv_session *session, uint64_t tokens) {
   uint64_t appended, length;
   qkv_error error = {0};
   row_pair pair;
+  qkvi_gpu_area *area = NULL;
+  qkvi_gpu_source source;
   const uint64_t from = random_below(&w->seed, TOKENS - tokens);
   make_pair(&pair, &w->rows, from, from + tokens, QKV_FP32);
   const uint64_t position = qkv_session_length(session);
-  const qkv_status status =
-      qkv_session_append(session, 0, position, &pair.k.tensor, &pair.v.tensor, false, &appended, &length, &error);
+  const bool lent = random_below(&w->seed, 2) == 0 && take(w, &pair, &area, &source);
+  checked_encoder checked;
+  if (lent) checked = check_encoder(&source, &w->coded[0], &w->coded[1]);
+  qkv_append_use use = {.encoder = lent ? &checked.encoder : NULL};
+  const qkv_status status = qkv_session_append_in(session, 0, &use, position, &pair.k.tensor, &pair.v.tensor, false,
+                                                  &appended, &length, &error);
   if (status != QKV_OK && status != QKV_UNAVAILABLE) fail_msg("%s", error.text);
+  w->lent_rows += lent;
+  qkvi_gpu_area_return(&area);
   free_pair(&pair);
 }
 
@@ -317,17 +364,19 @@ static void change(world *w, size_t at) {
 
 // The nth call of some function of the driver fails: for good, or for want of memory.
 static void break_something(uint64_t *seed) {
-  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuLaunchKernel",  "cuEventRecord",
-                                          "cuEventQuery",      "cuCtxSetCurrent", "cuMemAlloc",
-                                          "cuMemHostAlloc",    "cuModuleLoadData"};
+  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuLaunchKernel",    "cuEventRecord",
+                                          "cuEventQuery",      "cuCtxSetCurrent",   "cuMemAlloc",
+                                          "cuMemHostAlloc",    "cuModuleLoadData",  "cuMemcpyDtoDAsync",
+                                          "cuMemcpyDtoHAsync", "cuIpcOpenMemHandle"};
   const char *function = functions[random_below(seed, sizeof functions / sizeof *functions)];
   fake_fail(function, 1 + (unsigned)random_below(seed, 20),
             random_below(seed, 3) == 0 ? QKV_CUDA_OUT_OF_MEMORY : 719);
 }
 
-static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes) {
+// Some of the memory of each GPU is for areas.
+static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes, uint64_t area_bytes) {
   world w;
-  setup(&w, calibrated, memory_bytes, 1, first_seed);
+  setup(&w, calibrated, memory_bytes, area_bytes, 1, first_seed);
   for (uint64_t i = 0; i < count; i++) {
     if (calibrated && random_below(&w.seed, 100) == 0) calibrate(&w, random_below(&w.seed, 3) > 0);
     const size_t at = random_below(&w.seed, SESSIONS);
@@ -339,6 +388,8 @@ static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes) {
       attend(&w, w.sessions[at], &w.seed);
     }
   }
+  print_message("%zu appends from a worker, %zu pages of them by the GPU, %zu not\n", w.lent_rows, w.coded[0],
+                w.coded[1]);
   print_message("%lld hits, %lld calls, %lld uploads, %lld evictions, %lld failures, %lld pages restored\n",
                 (long long)count_of(&w, QKV_METRIC_GPU_HITS), (long long)count_of(&w, QKV_METRIC_GPU_CALLS),
                 (long long)count_of(&w, QKV_METRIC_GPU_UPLOADS), (long long)count_of(&w, QKV_METRIC_GPU_EVICTIONS),
@@ -349,19 +400,22 @@ static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes) {
     assert_true(count_of(&w, QKV_METRIC_GPU_UPLOADS) > (int64_t)count / 50);
     assert_true(count_of(&w, QKV_METRIC_GPU_FAILURES) > 0);
     assert_true(count_of(&w, QKV_METRIC_RESTORED_PAGES) > 0);
+    assert_true(w.coded[0] > w.coded[1]);
+    assert_int_equal(count_of(&w, QKV_METRIC_GPU_APPEND_TOKENS), 64 * w.coded[0]);
+    assert_int_equal(count_of(&w, QKV_METRIC_GPU_APPEND_HOST_TOKENS), 64 * w.coded[1]);
   }
   teardown(&w);
 }
 
 static void random_operations(void **unused) {
   (void)unused;
-  operate(false, operations, 560 << 10);
+  operate(false, operations, 3 << 20, 1100 << 10);
 }
 
 // Pages of a calibrated code, and some that are not.
 static void random_operations_calibrated(void **unused) {
   (void)unused;
-  operate(true, operations / CALIBRATED_PART, 2 << 20);
+  operate(true, operations / CALIBRATED_PART, 4 << 20, 896 << 10);
 }
 
 // ---- One change at a time ----
@@ -389,7 +443,7 @@ static qkv_session *inner_range(world *w, qkv_session **fork) {
 static void check_residency(bool calibrated) {
   world w;
   qkv_session *fork;
-  setup(&w, calibrated, 4 << 20, 1, first_seed + 2);
+  setup(&w, calibrated, 4 << 20, 0, 1, first_seed + 2);
   uint64_t seed = w.seed;
   qkv_session *session = inner_range(&w, &fork);
   wait_for_ranges(&w, session, &seed, 1);
@@ -444,7 +498,7 @@ static void a_gpu_that_fails_leaves_the_other(void **unused) {
   (void)unused;
   world w;
   qkv_session *sessions[4], *forks[4];
-  setup(&w, false, 16 << 20, 1, first_seed + 3);
+  setup(&w, false, 16 << 20, 0, 1, first_seed + 3);
   uint64_t seed = w.seed;
   for (size_t i = 0; i < 4; i++) sessions[i] = inner_range(&w, &forks[i]);
   assert_int_equal(read_gpu(&w, 0).sessions, 4);  // two, and forks where their parents are
@@ -503,7 +557,7 @@ static void names_are_checked(void **unused) {
       {{NULL}, 0, "--gpu-devices has 0 names, allowed are 1 to 64"},
   };
   world w;
-  setup(&w, false, 16 << 20, 1, first_seed);
+  setup(&w, false, 16 << 20, 0, 1, first_seed);
   const qkvi_gpu_config config = {
       .memory_bytes = 16 << 20, .kernels = w.kernels, .half_life_ms = 1, .metrics = w.metrics};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -542,7 +596,7 @@ static void *read_on(void *context) {
 static void change_meanwhile(bool calibrated, uint64_t memory_bytes) {
   world w;
   reader readers[READERS];
-  setup(&w, calibrated, memory_bytes, 1, first_seed + 1);
+  setup(&w, calibrated, memory_bytes, 0, 1, first_seed + 1);
   for (size_t i = 0; i < READERS; i++) {
     w.sessions[i] = i == 0 ? open_session(&w) : fork_session(&w, w.sessions[0]);
     append(&w, w.sessions[i], 200);
@@ -595,6 +649,9 @@ int main(int argc, char **argv) {
   if (argc > 2) first_seed = strtoull(argv[2], NULL, 10);
   qkv_log_setup(stderr, QKV_LOG_ERROR);
   qkv_kernels_setup(UINT32_MAX);
+  const struct CMUnitTest random[] = {cmocka_unit_test(random_operations),
+                                      cmocka_unit_test(random_operations_calibrated)};
+  if (argc > 1) return cmocka_run_group_tests(random, load, NULL);
   const struct CMUnitTest tests[] = {cmocka_unit_test(a_range_is_resident_while_it_is_the_same),
                                      cmocka_unit_test(a_gpu_that_fails_leaves_the_other),
                                      cmocka_unit_test(names_are_checked),

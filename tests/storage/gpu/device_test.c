@@ -93,10 +93,14 @@ static qkv_status upload_and_add(qkv_gpu_device *device, uint32_t seed, qkv_erro
   qkv_status status = qkv_gpu_upload(device, copies, 3, error);
   if (status == QKV_OK) status = add(device, at, numbers, seed, error);
   uint32_t back[NUMBERS] = {0};
-  const qkv_gpu_copy_back backs[] = {{back, at, 12}, {back + 3, at + 12, 2900}, {back + 728, at + 2912, 1088}};
+  const qkv_cuda_memory other = qkv_gpu_alloc(device, sizeof numbers);
+  if (status == QKV_OK && other == 0) status = qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "no memory");
+  if (status == QKV_OK) status = qkv_gpu_copy_within(device, other, at, sizeof numbers, error);
+  const qkv_gpu_copy_back backs[] = {{back, at, 12}, {back + 3, other + 12, 2900}, {back + 728, at + 2912, 1088}};
   if (status == QKV_OK) status = qkv_gpu_download(device, backs, 3, error);
   if (status == QKV_OK) assert_memory_equal(back, numbers, sizeof back);
   qkv_gpu_free(device, at, sizeof numbers);
+  if (other != 0) qkv_gpu_free(device, other, sizeof numbers);
   return status;
 }
 
@@ -159,12 +163,13 @@ static void memory_that_runs_out_is_no_failure(void **state) {
 // What runs would read memory that others are given next.
 static void memory_that_runs_out_meanwhile_is_one(void **state) {
   (void)state;
-  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuEventRecord", "cuEventQuery"};
-  for (size_t i = 0; i < 4; i++) {
+  static const char *const functions[] = {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync",
+                                          "cuEventRecord", "cuEventQuery"};
+  for (size_t i = 0; i < 5; i++) {
     qkv_gpu_device *device = open_one();
     qkv_error error = {0};
     fake_fail(functions[i], 2, QKV_CUDA_OUT_OF_MEMORY);
-    for (int n = 0; n < 3 && qkv_gpu_is_up(device); n++) (void)upload_and_add(device, 1, &error);
+    for (int n = 0; n < 4 && qkv_gpu_is_up(device); n++) (void)upload_and_add(device, 1, &error);
     assert_false(qkv_gpu_is_up(device));
     qkv_gpu_close(&device);
     assert_nothing_is_left();
@@ -229,9 +234,13 @@ static void what_does_not_end_is_given_up(void **state) {
   const qkv_gpu_copy_back copy = {back, qkv_gpu_alloc(device, sizeof back), sizeof back};
   assert_int_equal(qkv_gpu_download(device, &copy, 1, &error), QKV_OK);
   const unsigned of_download = fake_count("cuEventQuery") - before - questions;
+  const qkv_cuda_memory other = qkv_gpu_alloc(device, sizeof back);
+  assert_int_equal(qkv_gpu_copy_within(device, other, copy.from, sizeof back, &error), QKV_OK);
+  const unsigned of_copy = fake_count("cuEventQuery") - before - questions - of_download;
   qkv_gpu_close(&device);
   assert_given_up(1, "an upload: did not end in time");
-  assert_given_up(questions - of_download, "a call: did not end in time");
+  assert_given_up(questions - of_download - of_copy, "a call: did not end in time");
+  assert_given_up(questions - of_download, "a copy: did not end in time");
   assert_given_up(questions, "a download: did not end in time");
   device = open_one();
   assert_int_equal(upload_and_add(device, 3, &error), QKV_OK);
