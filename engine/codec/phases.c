@@ -281,30 +281,33 @@ static void turn_unsteady(const qkv_phases *phases, uint64_t position, size_t to
   }
 }
 
-static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float direction,
-                      float scale, float *rows) {
+// What turns a page's rows; `slots` of rows, [slot][pair].
+static qkv_row_turns row_turns(const qkv_phases *phases, const float *cosines, const float *sines,
+                               qkv_pair_turns slots) {
+  const bool interleaved = phases->rope.interleaved;
+  return (qkv_row_turns){.pairs = phases->pairs,
+                         .step = interleaved ? 2 : 1,
+                         .apart = interleaved ? 1 : phases->pairs,
+                         .page = {cosines, sines},
+                         .slots = slots};
+}
+
+static void turn_rows(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, bool back, float scale,
+                      float *rows) {
   assert(tokens <= QKV_PAGE_TOKENS && phases->rope.width <= dim);
-  if (!steady(phases, position)) return turn_unsteady(phases, position, tokens, dim, direction, scale, rows);
-  float cosines[QKV_DIM_MAX / 2], sines[QKV_DIM_MAX / 2];
-  const size_t pairs = phases->pairs;
+  if (!steady(phases, position)) return turn_unsteady(phases, position, tokens, dim, back ? -1 : 1, scale, rows);
   const page_centre *centre = centre_of(phases, position, scale);
-  const float *centre_c = centre->cosines, *centre_s = centre->sines;
-  for (size_t t = 0; t < tokens; t++) {
-    const float *slot_c = phases->slot_cosines + t * pairs, *slot_s = phases->slot_sines + t * pairs;
-    for (size_t i = 0; i < pairs; i++) {
-      cosines[i] = centre_c[i] * slot_c[i] - centre_s[i] * slot_s[i];
-      sines[i] = direction * (centre_c[i] * slot_s[i] + centre_s[i] * slot_c[i]);
-    }
-    turn_row(phases, cosines, sines, rows + t * dim);
-  }
+  const qkv_pair_turns slots = {phases->slot_cosines, phases->slot_sines};
+  const qkv_row_turns turns = row_turns(phases, centre->cosines, centre->sines, slots);
+  qkv_kernels_get()->turn_rows(&turns, back, tokens, dim, rows);
 }
 
 void qkv_phases_forward(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float *rows) {
-  turn_rows(phases, position, tokens, dim, 1, scale_of(phases, false), rows);
+  turn_rows(phases, position, tokens, dim, false, scale_of(phases, false), rows);
 }
 
 void qkv_phases_inverse(const qkv_phases *phases, uint64_t position, size_t tokens, size_t dim, float *rows) {
-  turn_rows(phases, position, tokens, dim, -1, scale_of(phases, true), rows);
+  turn_rows(phases, position, tokens, dim, true, scale_of(phases, true), rows);
 }
 
 // ---- Attend frame ----
@@ -372,7 +375,7 @@ static void find_turns(const qkv_phases *phases, const qkv_transform *transform,
 
 // Cosines and sines of the slots of a page, [slot][pair].
 typedef struct slot_rows {
-  float cosines[QKV_PAGE_TOKENS][QKV_DIM_MAX / 2], sines[QKV_PAGE_TOKENS][QKV_DIM_MAX / 2];
+  float cosines[QKV_PAGE_TOKENS * QKV_DIM_MAX / 2], sines[QKV_PAGE_TOKENS * QKV_DIM_MAX / 2];
 } slot_rows;
 
 static void fill_slot_rows(const qkv_phases *phases, uint64_t position, size_t tokens, slot_rows *rows) {
@@ -380,67 +383,34 @@ static void fill_slot_rows(const qkv_phases *phases, uint64_t position, size_t t
   for (uint32_t pair = 0; pair < phases->pairs; pair++) {
     fill_slots(phases, position, tokens, pair, cosines, sines);
     for (size_t t = 0; t < tokens; t++) {
-      rows->cosines[t][pair] = cosines[t];
-      rows->sines[t][pair] = sines[t];
+      rows->cosines[t * phases->pairs + pair] = cosines[t];
+      rows->sines[t * phases->pairs + pair] = sines[t];
     }
   }
 }
 
-// A row's anchor: x and y [pairs] of `turns`, turned by the slot's angles.
-static void turn_anchor(const qkv_phases *phases, const frame_turns *turns, const float *restrict cosines,
-                        const float *restrict sines, float *restrict x, float *restrict y) {
-  for (size_t i = 0; i < phases->pairs; i++) {
-    x[i] = turns->anchor_x[i] * cosines[i] - turns->anchor_y[i] * sines[i];
-    y[i] = turns->anchor_x[i] * sines[i] + turns->anchor_y[i] * cosines[i];
-  }
-}
-
-// Pairs back by the frame's angles, less the anchor.
-static void row_to_page(const qkv_phases *phases, const frame_turns *turns, const float *restrict x,
-                        const float *restrict y, float *restrict row) {
-  const size_t pairs = phases->pairs, step = phases->rope.interleaved ? 2 : 1;
-  float *second = phases->rope.interleaved ? row + 1 : row + pairs;
-  for (size_t i = 0; i < pairs; i++) {
-    const float a = row[i * step], b = second[i * step], c = turns->cosines[i], s = turns->sines[i];
-    row[i * step] = a * c + b * s - x[i];
-    second[i * step] = b * c - a * s - y[i];
-  }
-}
-
-static void row_from_page(const qkv_phases *phases, const frame_turns *turns, const float *restrict x,
-                          const float *restrict y, float *restrict row) {
-  const size_t pairs = phases->pairs, step = phases->rope.interleaved ? 2 : 1;
-  float *second = phases->rope.interleaved ? row + 1 : row + pairs;
-  for (size_t i = 0; i < pairs; i++) {
-    const float a = row[i * step] + x[i], b = second[i * step] + y[i], c = turns->cosines[i], s = turns->sines[i];
-    row[i * step] = a * c - b * s;
-    second[i * step] = a * s + b * c;
-  }
-}
-
 static void move_rows(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
-                      bool to_page, float *rows) {
-  frame_turns turns;
+                      bool out, float *rows) {
+  frame_turns frame;
   slot_rows own;
-  float x[QKV_DIM_MAX / 2], y[QKV_DIM_MAX / 2];
-  const bool same = steady(phases, position);
-  find_turns(phases, transform, position, &turns);
-  if (!same) fill_slot_rows(phases, position, tokens, &own);
-  for (size_t t = 0; t < tokens; t++, rows += transform->schedule->dim) {
-    turn_anchor(phases, &turns, same ? phases->slot_cosines + t * phases->pairs : own.cosines[t],
-                same ? phases->slot_sines + t * phases->pairs : own.sines[t], x, y);
-    (to_page ? row_to_page : row_from_page)(phases, &turns, x, y, rows);
+  qkv_pair_turns slots = {phases->slot_cosines, phases->slot_sines};
+  find_turns(phases, transform, position, &frame);
+  if (!steady(phases, position)) {
+    fill_slot_rows(phases, position, tokens, &own);
+    slots = (qkv_pair_turns){own.cosines, own.sines};
   }
+  const qkv_row_turns turns = row_turns(phases, frame.cosines, frame.sines, slots);
+  qkv_kernels_get()->frame_rows(&turns, frame.anchor_x, frame.anchor_y, out, tokens, transform->schedule->dim, rows);
 }
 
 void qkv_phases_to_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                         float *rows) {
-  move_rows(phases, transform, position, tokens, true, rows);
+  move_rows(phases, transform, position, tokens, false, rows);
 }
 
 void qkv_phases_from_page(const qkv_phases *phases, const qkv_transform *transform, uint64_t position, size_t tokens,
                           float *rows) {
-  move_rows(phases, transform, position, tokens, false, rows);
+  move_rows(phases, transform, position, tokens, true, rows);
 }
 
 // ---- For devices ----

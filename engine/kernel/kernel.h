@@ -8,6 +8,7 @@
 #ifndef QKV_ENGINE_KERNEL_KERNEL_H
 #define QKV_ENGINE_KERNEL_KERNEL_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -97,12 +98,27 @@ typedef struct qkv_slot_turns {
   void name(const float *columns, size_t dim, const float *means, const qkv_slot_turns *turns, const float *queries, \
             size_t n, float *scores)
 
-// ---- Walks over pages (engine/codec/walk.h) ----
-
 // Cosines and sines [pairs] of turns.
 typedef struct qkv_pair_turns {
   const float *cosines, *sines;
 } qkv_pair_turns;
+
+// How rows turn, pair p of coordinates being p * step and p * step + apart: by the page's angles [pairs] and the
+// slots' [rows][pairs]. Coordinates from 2 * pairs on do not turn.
+typedef struct qkv_row_turns {
+  size_t pairs, step, apart;
+  qkv_pair_turns page, slots;
+} qkv_row_turns;
+
+// rows [n][dim] in place: pairs turn by the page's angle and the slot's together, or, with `back`, by as much back.
+#define QKV_DECLARE_TURN_ROWS(name) \
+  void name(const qkv_row_turns *turns, bool back, size_t n, size_t dim, float *rows)
+// The attend frame, rows [n][dim] in place: pairs turn back by the page's angle, and then the anchor (x, y) [pairs],
+// turned by the slot's angle, is taken off; or, with `out`, it is added, and then pairs turn by the page's angle.
+#define QKV_DECLARE_FRAME_ROWS(name) \
+  void name(const qkv_row_turns *turns, const float *x, const float *y, bool out, size_t n, size_t dim, float *rows)
+
+// ---- Walks over pages (engine/codec/walk.h) ----
 
 // after = before (NULL: 0) + products with inputs [first, first + count) of a matrix, both even, in whole numbers
 // (dense.h): numbers [n][count], sums [n][coordinates up to 16s]. `before` may be `after`.
@@ -206,6 +222,8 @@ typedef struct qkv_kernels {
   QKV_DECLARE_MULTIPLY_INTEGER((*multiply_integer));
   QKV_DECLARE_ADD_WAVES((*add_waves));
   QKV_DECLARE_SCORE_COLUMNS((*score_columns));
+  QKV_DECLARE_TURN_ROWS((*turn_rows));
+  QKV_DECLARE_FRAME_ROWS((*frame_rows));
   QKV_DECLARE_ADD_PRODUCTS((*add_products));
   QKV_DECLARE_SUM_LEVELS((*sum_levels));
   QKV_DECLARE_ADD_ANCHORS((*add_anchors));

@@ -1,6 +1,6 @@
-// What rotary phases add to scores, in plain loops over independent lanes: compiled once for every rung, like
-// plain.h, and with the same bits everywhere. A lane is a slot of the page; sums over pairs of coordinates run in
-// their order.
+// Rotary phases, in plain loops over independent lanes: compiled once for every rung, like plain.h, and with the same
+// bits everywhere. Of what they add to scores a lane is a slot of the page; sums over pairs of coordinates run in
+// their order. Of rows that turn a lane is a pair.
 #ifndef QKV_ENGINE_KERNEL_PHASES_PLAIN_H
 #define QKV_ENGINE_KERNEL_PHASES_PLAIN_H
 
@@ -111,6 +111,69 @@ static inline QKV_DECLARE_SCORE_COLUMNS(score_columns_plain) {
   for (; i < n; i++, queries += dim, scores += QKV_PAGE_TOKENS) {
     for (size_t g = 0; g < SLOT_VECTORS; g += 4) {
       score_columns_of(columns, dim, means, turns, queries, 1, g, 4, scores);
+    }
+  }
+}
+
+// ---- Rows that turn ----
+
+// A row's pairs (a, b) in place; `step` is a constant.
+PHASES_INLINE void turn_row(const qkv_row_turns *turns, bool back, size_t t, size_t step, float *restrict a,
+                            float *restrict b) {
+  const size_t pairs = turns->pairs;
+  const float *restrict page_c = turns->page.cosines, *restrict page_s = turns->page.sines;
+  const float *restrict slot_c = turns->slots.cosines + t * pairs, *restrict slot_s = turns->slots.sines + t * pairs;
+  const float direction = back ? -1 : 1;
+  for (size_t i = 0; i < pairs; i++) {
+    const float c = page_c[i] * slot_c[i] - page_s[i] * slot_s[i];
+    const float s = direction * (page_c[i] * slot_s[i] + page_s[i] * slot_c[i]);
+    const float x = a[i * step], y = b[i * step];
+    a[i * step] = x * c - y * s;
+    b[i * step] = x * s + y * c;
+  }
+}
+
+static inline QKV_DECLARE_TURN_ROWS(turn_rows_plain) {
+  for (size_t t = 0; t < n; t++, rows += dim) {
+    if (turns->step == 1) {
+      turn_row(turns, back, t, 1, rows, rows + turns->apart);
+    } else {
+      turn_row(turns, back, t, 2, rows, rows + 1);
+    }
+  }
+}
+
+// The same; `out` is a constant, too.
+PHASES_INLINE void frame_row(const qkv_row_turns *turns, const float *restrict x, const float *restrict y, bool out,
+                             size_t t, size_t step, float *restrict a, float *restrict b) {
+  const size_t pairs = turns->pairs;
+  const float *restrict page_c = turns->page.cosines, *restrict page_s = turns->page.sines;
+  const float *restrict slot_c = turns->slots.cosines + t * pairs, *restrict slot_s = turns->slots.sines + t * pairs;
+  for (size_t i = 0; i < pairs; i++) {
+    const float anchor_x = x[i] * slot_c[i] - y[i] * slot_s[i], anchor_y = x[i] * slot_s[i] + y[i] * slot_c[i];
+    const float c = page_c[i], s = page_s[i];
+    if (out) {
+      const float first = a[i * step] + anchor_x, second = b[i * step] + anchor_y;
+      a[i * step] = first * c - second * s;
+      b[i * step] = first * s + second * c;
+    } else {
+      const float first = a[i * step], second = b[i * step];
+      a[i * step] = first * c + second * s - anchor_x;
+      b[i * step] = second * c - first * s - anchor_y;
+    }
+  }
+}
+
+static inline QKV_DECLARE_FRAME_ROWS(frame_rows_plain) {
+  for (size_t t = 0; t < n; t++, rows += dim) {
+    if (turns->step == 1) {
+      if (out) {
+        frame_row(turns, x, y, true, t, 1, rows, rows + turns->apart);
+      } else {
+        frame_row(turns, x, y, false, t, 1, rows, rows + turns->apart);
+      }
+    } else {
+      frame_row(turns, x, y, out, t, 2, rows, rows + 1);
     }
   }
 }

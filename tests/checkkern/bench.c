@@ -129,6 +129,23 @@ static void run_waves(workload *w, const qkv_kernels *kernels) {
   kernels->add_waves(&w->turns, w->pairs, w->turns.pairs, w->queries, w->n, w->scores);
 }
 
+static qkv_row_turns row_turns(const workload *w) {
+  const size_t pairs = w->page.schedule.dim / 2;
+  return (qkv_row_turns){pairs, 1, pairs, {w->matrix, w->matrix}, {w->turns.cosines, w->turns.sines}};
+}
+
+static void run_turn_rows(workload *w, const qkv_kernels *kernels) {
+  const qkv_row_turns turns = row_turns(w);
+  memcpy(w->turned, w->rows, QKV_PAGE_TOKENS * w->page.schedule.dim * sizeof *w->rows);
+  kernels->turn_rows(&turns, true, QKV_PAGE_TOKENS, w->page.schedule.dim, w->turned);
+}
+
+static void run_frame_rows(workload *w, const qkv_kernels *kernels) {
+  const qkv_row_turns turns = row_turns(w);
+  memcpy(w->turned, w->rows, QKV_PAGE_TOKENS * w->page.schedule.dim * sizeof *w->rows);
+  kernels->frame_rows(&turns, w->matrix, w->matrix, false, QKV_PAGE_TOKENS, w->page.schedule.dim, w->turned);
+}
+
 // Of a sixth of all inputs, as a page has them on average: of pages alone, and of two pages, which are kept.
 static void run_levels(workload *w, const qkv_kernels *kernels) {
   const size_t dim = w->page.schedule.dim, pairs = dim / 2, first = pairs - dim / 12;
@@ -235,6 +252,8 @@ static const kernel_bench kernels_measured[] = {
     {"multiply 16", QKV_K, false, 0, run_multiply_integer},
     {"turn 16", QKV_K, true, 1, run_turn},
     {"waves", QKV_K, true, 1, run_waves},
+    {"turn_rows", QKV_K, false, 0, run_turn_rows},
+    {"frame_rows", QKV_K, false, 0, run_frame_rows},
     {"columns", QKV_K, true, 1, run_columns},
     {"levels", QKV_K, true, 1, run_levels},
     {"anchors", QKV_K, true, 1, run_anchors},

@@ -119,6 +119,44 @@ static void check_columns(checking *c, const qkv_slot_turns *turns, uint16_t dim
   guarded_free(&got);
 }
 
+// Rows of another number than slots have, of any width.
+static void check_turned_rows(checking *c, size_t pairs, bool interleaved, uint16_t dim, input_kind kind) {
+  const page_part shape = {.schedule.dim = dim};
+  const size_t n = 1 + naive_below(&c->random, 12), bytes = (pairs + 1) * sizeof(float);
+  guarded page[4], slots[2], expected = guarded_make(n * dim * sizeof(float));
+  for (size_t i = 0; i < 4; i++) {
+    page[i] = guarded_make(bytes);
+    fill_input(&c->random, kind, (float *)page[i].data, pairs);
+  }
+  for (size_t i = 0; i < 2; i++) {
+    slots[i] = guarded_make(n * bytes);
+    fill_input(&c->random, kind, (float *)slots[i].data, n * pairs);
+  }
+  const qkv_row_turns turns = {.pairs = pairs,
+                               .step = interleaved ? 2 : 1,
+                               .apart = interleaved ? 1 : pairs,
+                               .page = {(float *)page[0].data, (float *)page[1].data},
+                               .slots = {(float *)slots[0].data, (float *)slots[1].data}};
+  const float *x = (float *)page[2].data, *y = (float *)page[3].data;
+  for (int which = 0; which < 4; which++) {
+    const bool other = which % 2 != 0;
+    fill_input(&c->random, kind, (float *)expected.data, n * dim);
+    guarded got = guarded_copy(&expected);
+    if (which < 2) {
+      qkv_kernels_at(0)->turn_rows(&turns, other, n, dim, (float *)expected.data);
+      c->variant->turn_rows(&turns, other, n, dim, (float *)got.data);
+    } else {
+      qkv_kernels_at(0)->frame_rows(&turns, x, y, other, n, dim, (float *)expected.data);
+      c->variant->frame_rows(&turns, x, y, other, n, dim, (float *)got.data);
+    }
+    check_same(c, which < 2 ? "turn_rows" : "frame_rows", &shape, n, &expected, &got);
+    guarded_free(&got);
+  }
+  for (size_t i = 0; i < 4; i++) guarded_free(&page[i]);
+  for (size_t i = 0; i < 2; i++) guarded_free(&slots[i]);
+  guarded_free(&expected);
+}
+
 void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
   const size_t n = 1 + naive_below(&c->random, 12);
   check_multiply(c, dim, n, kind);
@@ -130,6 +168,7 @@ void check_rows_of(checking *c, uint16_t dim, input_kind kind) {
   made_turns made = make_turns(c, pairs, naive_below(&c->random, 2));
   check_waves(c, &made.turns, n, kind);
   check_columns(c, &made.turns, dim, n, kind);
+  check_turned_rows(c, pairs, made.turns.step == 2, dim, kind);
   guarded_free(&made.cosines);
   guarded_free(&made.sines);
 }
