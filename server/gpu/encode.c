@@ -67,6 +67,7 @@ static encode_layout lay_out(const qkvi_gpu_source *source, const qkv_row_page *
   layout.turns = layout.slots + (turns ? aligned(qkv_device_slot_floats(coder) * sizeof(float)) : 0);
   const size_t used = layout.turns + ALIGN, each = layout.page_turns + layout.page_jobs;
   const size_t space = call->scratch_bytes > used ? call->scratch_bytes - used : 0;
+  assert(each > 0);
   layout.pages = smaller(pages_alike(source, first), space / each);
   layout.pages = smaller(layout.pages, call->output_bytes / layout.page_results);
   layout.jobs = layout.turns + aligned(layout.pages * layout.page_turns);
