@@ -220,8 +220,8 @@ typedef struct block_rows {
 } block_rows;
 
 // Rows [64][dim] in code space; false: they are not what was written.
-static bool read_block(const qkv_part_coder *coder, const uint8_t *block, size_t bytes, block_rows *rows,
-                       float *out) {
+static bool read_block(const qkv_part_coder *coder, const uint8_t *block, block_rows *rows, float *out) {
+  const size_t bytes = coder->bytes;
   const ecsq_head *head = coder->tables;
   const size_t dim = coder->dim;
   const float *units = ecsq_roots(head, 1, dim);
@@ -267,7 +267,7 @@ static void ecsq_init(qkv_part_coder *coder) {
 static void ecsq_decode(const qkv_part_coder *coder, const uint8_t *block, float *rows) {
   const ecsq_head *head = coder->tables;
   block_rows of;
-  (void)read_block(coder, block, SIZE_MAX / 2, &of, rows);
+  (void)read_block(coder, block, &of, rows);
   qkv_transform_inverse(head->transform, rows, QKV_PAGE_TOKENS, of.live);
 }
 
@@ -286,7 +286,7 @@ static void ecsq_accumulate(const qkv_part_coder *coder, const uint8_t *block, c
   const size_t dim = coder->dim;
   float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   block_rows of;
-  (void)read_block(coder, block, SIZE_MAX / 2, &of, rows);
+  (void)read_block(coder, block, &of, rows);
   for (size_t i = 0; i < n; i++) {
     for (size_t t = 0; t < QKV_PAGE_TOKENS; t++) {
       const float weight = weights[i * QKV_PAGE_TOKENS + t];
@@ -308,7 +308,7 @@ static uint32_t ecsq_matching(const qkv_part_coder *coder, const uint8_t *block,
   const float *roots = ecsq_roots(head, 0, dim), *units = ecsq_roots(head, 1, dim);
   float read[QKV_PAGE_TOKENS * QKV_DIM_MAX], row[QKV_DIM_MAX];
   block_rows of;
-  (void)read_block(coder, block, SIZE_MAX / 2, &of, read);
+  (void)read_block(coder, block, &of, read);
   for (uint32_t t = 0; t < tokens; t++) {
     memcpy(row, rows + t * dim, dim * sizeof *row);
     qkv_transform_forward(head->transform, row, 1, dim);
@@ -326,10 +326,10 @@ static uint32_t ecsq_matching(const qkv_part_coder *coder, const uint8_t *block,
   return tokens;
 }
 
-static const char *ecsq_validate(const qkv_part_coder *coder, const uint8_t *block, size_t bytes) {
+static const char *ecsq_validate(const qkv_part_coder *coder, const uint8_t *block) {
   float rows[QKV_PAGE_TOKENS * QKV_DIM_MAX];
   block_rows of;
-  return read_block(coder, block, bytes, &of, rows) ? NULL : "the codes are not what an encoder writes";
+  return read_block(coder, block, &of, rows) ? NULL : "the codes are not what an encoder writes";
 }
 
 // Of N(0, 1). Even steps with an ideal entropy code are at 1.42 times the limit 4^-bits; with what rows' gains, steps
@@ -343,8 +343,7 @@ static const qkv_part_stream stream = {.prepared_bytes = qkvi_ecsq_prepared_byte
                                        .expect = qkvi_ecsq_expect,
                                        .measure = qkvi_ecsq_measure,
                                        .write = qkvi_ecsq_write,
-                                       .matching = ecsq_matching,
-                                       .validate = ecsq_validate};
+                                       .matching = ecsq_matching};
 
 static const qkv_part_codec part = {.id = ID,
                                     .version = VERSION,
@@ -355,7 +354,8 @@ static const qkv_part_codec part = {.id = ID,
                                     .columns = ecsq_columns,
                                     .accumulate = ecsq_accumulate,
                                     .output_mean = ecsq_output,
-                                    .decode = ecsq_decode};
+                                    .decode = ecsq_decode,
+                                    .validate = ecsq_validate};
 
 const qkv_codec qkvi_codec_ecsq = {.id = ID,
                                    .name = "ecsq",

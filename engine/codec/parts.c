@@ -179,6 +179,19 @@ static const uint8_t *block_of(const qkv_coder *coder, const void *page, uint16_
          (part == QKV_V ? own(coder)->parts[QKV_K].block_bytes : 0);
 }
 
+// A part of a page, and its block.
+static qkv_part_coder part_at(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
+                              const uint8_t **block) {
+  qkv_part_coder of = part_of(coder, kv_head, part);
+  *block = block_of(coder, page, kv_head, part);
+  of.bytes = of.block_bytes;
+  if (streams(coder)) {
+    const uint8_t *first = (const uint8_t *)page + blocks_at(coder);
+    of.bytes = (size_t)(first + block_end(page, 2 * (size_t)kv_head + part) - *block);
+  }
+  return of;
+}
+
 // What is between the header and the blocks.
 static void write_parts(const qkv_part_coder *parts, uint8_t out[PARTS_BYTES]) {
   memset(out, 0, PARTS_BYTES);
@@ -477,8 +490,8 @@ static void score_columns(const qkv_coder *coder, const void *page, const qkv_pa
 
 void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_query_block *queries,
                        float *scores) {
-  const qkv_part_coder keys = part_of(coder, kv_head, QKV_K);
-  const uint8_t *block = block_of(coder, page, kv_head, QKV_K);
+  const uint8_t *block;
+  const qkv_part_coder keys = part_at(coder, page, kv_head, QKV_K, &block);
   fetch_ahead(coder, queries, 0, kv_head);
   if (keys.codec->columns != NULL) return score_columns(coder, page, &keys, block, queries, scores);
   keys.codec->scores(&keys, block, (const float *)queries->own, queries->count, queries->precision, scores);
@@ -486,8 +499,9 @@ void qkvi_parts_scores(const qkv_coder *coder, const void *page, uint16_t kv_hea
 
 void qkvi_parts_accumulate(const qkv_coder *coder, const void *page, uint16_t kv_head, const float *weights, size_t n,
                            float *sums) {
-  const qkv_part_coder values = part_of(coder, kv_head, QKV_V);
-  values.codec->accumulate(&values, block_of(coder, page, kv_head, QKV_V), weights, n, QKV_PRECISION_FP32, sums);
+  const uint8_t *block;
+  const qkv_part_coder values = part_at(coder, page, kv_head, QKV_V, &block);
+  values.codec->accumulate(&values, block, weights, n, QKV_PRECISION_FP32, sums);
 }
 
 size_t qkvi_parts_weigh(const qkv_coder *coder, const void *const *pages, size_t page_count, uint16_t kv_head,
@@ -502,8 +516,9 @@ size_t qkvi_parts_weigh(const qkv_coder *coder, const void *const *pages, size_t
     memcpy(weights, scores, n * QKV_PAGE_TOKENS * sizeof *weights);
     for (size_t i = 0; i < n; i++)
       totals[i] = (float)qkv_kernels_get()->weigh(weights + i * QKV_PAGE_TOKENS, peaks[i]);
-    values.codec->accumulate(&values, block_of(coder, pages[p], kv_head, QKV_V), weights, n, queries->precision,
-                             sums);
+    const uint8_t *block;
+    const qkv_part_coder own_block = part_at(coder, pages[p], kv_head, QKV_V, &block);
+    values.codec->accumulate(&own_block, block, weights, n, queries->precision, sums);
   }
   return page_count;
 }
@@ -520,9 +535,10 @@ void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_hea
                        float *rows) {
   const qkv_page_header *header = page;
   const qkv_phases *phases = own(coder)->phases;
-  const qkv_part_coder of = part_of(coder, kv_head, part);
+  const uint8_t *block;
+  const qkv_part_coder of = part_at(coder, page, kv_head, part, &block);
   float all[QKV_PAGE_TOKENS * QKV_DIM_MAX];
-  of.codec->decode(&of, block_of(coder, page, kv_head, part), all);
+  of.codec->decode(&of, block, all);
   memcpy(rows, all, (size_t)header->tokens * of.dim * sizeof *rows);
   const bool is_before = codes_before_rope(coder, part);
   if (part == QKV_K && is_before && !before_rope)
@@ -534,8 +550,8 @@ void qkvi_parts_decode(const qkv_coder *coder, const void *page, uint16_t kv_hea
 uint32_t qkvi_parts_rows_match(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part,
                                uint32_t first, uint32_t tokens, const float *rows) {
   const qkv_page_header *header = page;
-  const qkv_part_coder of = part_of(coder, kv_head, part);
-  const uint8_t *block = block_of(coder, page, kv_head, part);
+  const uint8_t *block;
+  const qkv_part_coder of = part_at(coder, page, kv_head, part, &block);
   float before[QKV_PAGE_TOKENS * QKV_DIM_MAX] = {0};
   if (codes_before_rope(coder, part)) {
     // In the slots that they were coded in, so that they are turned by the same numbers.
@@ -656,13 +672,9 @@ qkv_status qkvi_parts_validate(const qkv_coder *coder, const void *image, size_t
   QKV_TRY(validate_checksum(image, &header, error));
   for (uint16_t h = 0; h < coder->kv_heads; h++) {
     for (qkv_part part = QKV_K; part <= QKV_V; part++) {
-      const qkv_part_coder of = part_of(coder, h, part);
-      const uint8_t *block = block_of(coder, image, h, part);
-      const qkv_part_stream *stream = of.codec->stream;
-      const char *wrong = stream != NULL ? stream->validate(&of, block,
-                                                            (size_t)((const uint8_t *)image + blocks_at(coder) +
-                                                                     block_end(image, 2 * (size_t)h + part) - block))
-                                         : of.codec->validate(&of, block);
+      const uint8_t *block;
+      const qkv_part_coder of = part_at(coder, image, h, part, &block);
+      const char *wrong = of.codec->validate(&of, block);
       if (wrong == NULL) continue;
       return qkv_fail(error, QKV_DATA_LOSS, "page: KV head %u: %s: %s", h, part == QKV_K ? "keys" : "values", wrong);
     }

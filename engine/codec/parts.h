@@ -49,7 +49,8 @@ typedef struct qkv_part_coder {
   uint8_t tier;  // eighths of a bit
   bool in_loop;  // rows are differences to decoded ones (delta.h)
   uint32_t parameters[QKV_PARAMETERS_MAX];
-  uint32_t block_bytes;  // of a head
+  uint32_t block_bytes;  // of a head; where blocks have no fixed size about the most
+  size_t bytes;          // of the block at hand, in functions that read one of a page
   const void *tables;    // the codec's, for these numbers, of the process; or of the head
 } qkv_part_coder;
 
@@ -68,8 +69,6 @@ typedef struct qkv_part_stream {
   // How many of a block's slots from `first` on are, one after the other, those of rows [tokens][dim].
   uint32_t (*matching)(const qkv_part_coder *coder, const uint8_t *block, uint32_t first, uint32_t tokens,
                        const float *rows);
-  // Any bytes: NULL, or what is wrong. The block's functions take what this lets pass.
-  const char *(*validate)(const qkv_part_coder *coder, const uint8_t *block, size_t bytes);
 } qkv_part_stream;
 #define QKV_PART_STEP_LAST 511u
 
@@ -84,7 +83,7 @@ struct qkv_part_codec {
   size_t (*head_bytes)(const qkv_part_coder *coder);
   void (*head)(const qkv_part_coder *coder, const qkv_coder_spec *spec, const qkv_calibration *calibration,
                uint32_t layer, uint32_t kv_head, void *tables);
-  const qkv_part_stream *stream;  // in place of encode(), matches() and validate(); NULL: blocks have a fixed size
+  const qkv_part_stream *stream;  // in place of encode() and matches(); NULL: blocks have a fixed size
   // rows [64][dim], zeros from `tokens` on, to a block of zeros; keys before RoPE, where there is columns().
   void (*encode)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
   // Of keys: queries [n][dim] to what scores() takes, `ready` of QKV_QUERY_OWN_MAX bytes, aligned to 64. NULL: they
@@ -116,7 +115,8 @@ struct qkv_part_codec {
   void (*encode_shared)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
   // Whether a slot's codes are those of this row [dim].
   bool (*matches)(const qkv_part_coder *coder, const uint8_t *block, uint32_t slot, const float *row);
-  // NULL, or what is wrong with the block's numbers: "scale 3 is nan".
+  // NULL, or what is wrong with the block's numbers: "scale 3 is nan". Functions that read a block take what this
+  // lets pass.
   const char *(*validate)(const qkv_part_coder *coder, const uint8_t *block);
 };
 

@@ -7,6 +7,8 @@
 #include <cmocka.h>
 #include <math.h>
 #include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
 #include <xxhash.h>
 
 #include "engine/base/cpu.h"
@@ -304,6 +306,34 @@ static void every_machine_writes_the_same_bytes(void **state) {
   qkv_calibration_unref((const qkv_calibration **)&calibration);
 }
 
+// Behind the image there is no memory. In one page of 32 the last block ends where the image does.
+static void no_byte_behind_a_page_is_read(void **state) {
+  (void)state;
+  enum { SPACE = 1 << 16 };
+  uint8_t *space = mmap(NULL, 2 * (size_t)SPACE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  assert_ptr_not_equal(space, MAP_FAILED);
+  assert_int_equal(mprotect(space + SPACE, SPACE, PROT_NONE), 0);
+  naive_random random = {9};
+  unsigned full = 0;
+  for (unsigned round = 0; round < 400; round++) {
+    static float expected[QKV_PAGE_TOKENS * DIM], rows[QKV_PAGE_TOKENS * DIM];
+    coded page;
+    uint32_t end;
+    setup(&page, &(way){"ecsq", NULL, 2, 2, 0}, DIM, DIM, NULL);
+    encode(&page, &random, QKV_PAGE_TOKENS, gaussian);
+    memcpy(&end, page.image + 128 + (2 * HEADS - 1) * sizeof end, sizeof end);
+    full += (128 + 2 * HEADS * sizeof end + 63) / 64 * 64 + end == page.bytes ? 1 : 0;
+    uint8_t *image = space + SPACE - page.bytes;
+    memcpy(image, page.image, page.bytes);
+    page.coder->codec->decode(page.coder, page.image, HEADS - 1, QKV_V, false, expected);
+    page.coder->codec->decode(page.coder, image, HEADS - 1, QKV_V, false, rows);
+    assert_memory_equal(rows, expected, sizeof rows);
+    release(&page);
+  }
+  assert_true(full >= 3);
+  assert_int_equal(munmap(space, 2 * (size_t)SPACE), 0);
+}
+
 // A checksum that fits, and any bytes in the blocks: refused, or numbers.
 static void hostile_blocks(void **state) {
   (void)state;
@@ -331,11 +361,17 @@ static void hostile_blocks(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(planted_rows_are_coded_as_well_as_others), cmocka_unit_test(single_coordinates),
-      cmocka_unit_test(long_rows_do_not_take_the_bits_of_others), cmocka_unit_test(contexts_are_what_they_stand_for),
-      cmocka_unit_test(gaussian_rows_are_near_the_limit),         cmocka_unit_test(pages_stay_within_their_budget),
-      cmocka_unit_test(symbols_are_put_as_by_division),           cmocka_unit_test(few_bits_are_put_as_many),
-      cmocka_unit_test(every_machine_writes_the_same_bytes),      cmocka_unit_test(hostile_blocks),
+      cmocka_unit_test(planted_rows_are_coded_as_well_as_others),
+      cmocka_unit_test(single_coordinates),
+      cmocka_unit_test(long_rows_do_not_take_the_bits_of_others),
+      cmocka_unit_test(contexts_are_what_they_stand_for),
+      cmocka_unit_test(gaussian_rows_are_near_the_limit),
+      cmocka_unit_test(pages_stay_within_their_budget),
+      cmocka_unit_test(symbols_are_put_as_by_division),
+      cmocka_unit_test(few_bits_are_put_as_many),
+      cmocka_unit_test(every_machine_writes_the_same_bytes),
+      cmocka_unit_test(hostile_blocks),
+      cmocka_unit_test(no_byte_behind_a_page_is_read),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
