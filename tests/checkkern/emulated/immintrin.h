@@ -59,6 +59,21 @@ EMULATED __m512i emulated_cvtepu16_epi32(__m256i a) {
   return to.whole;
 }
 
+EMULATED __m512i emulated_cvtepi8_epi32(__m128i a) {
+  const emulated from = {.quarters = {a}};
+  emulated to;
+  for (int i = 0; i < 16; i++) to.words[i] = (uint32_t)(int8_t)from.bytes[i];
+  return to.whole;
+}
+
+EMULATED __m512i emulated_cvtepi16_epi32(__m256i a) {
+  int16_t from[16];
+  memcpy(from, &a, sizeof from);
+  emulated to;
+  for (int i = 0; i < 16; i++) to.words[i] = (uint32_t)from[i];
+  return to.whole;
+}
+
 EMULATED __m512 emulated_cvtepi32_ps(__m512i a) {
   const emulated from = {.whole = a};
   emulated to;
@@ -241,8 +256,10 @@ EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
 #define _mm256_maskz_loadu_epi16 emulated_maskz_loadu_epi16
 #define _mm256_maskz_set1_epi16 emulated_maskz_set1_epi16
 #define _mm512_cmpgt_epi16_mask emulated_cmpgt_epi16_mask
+#define _mm512_cvtepi16_epi32 emulated_cvtepi16_epi32
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cvtph_ps emulated_cvtph_ps
