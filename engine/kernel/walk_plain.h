@@ -56,7 +56,7 @@ WALK_INLINE void add_product(plain_floats *sum, const plain_floats *a, const pla
 #endif
 }
 
-// The same of vectors of slots.
+// add_product() for a vector of slots.
 WALK_INLINE void add_wave(wave_floats *sum, const wave_floats *a, const wave_floats *b) {
 #if defined(__AVX512F__)
   *sum = (wave_floats)_mm512_fmadd_ps((__m512)*a, (__m512)*b, (__m512)*sum);

@@ -84,8 +84,20 @@ void qkvi_control_free(void *request) {
   protobuf_c_message_free_unpacked(request, NULL);
 }
 
-// A list, or a session's token ids: bounded by limit-response-bytes while its client does not read it.
-static void reply_counted(qkv_rpc_call *call, const ProtobufCMessage *response, size_t length) {
+void qkvi_control_reply(qkv_rpc_call *call, const ProtobufCMessage *response) {
+  size_t length = protobuf_c_message_get_packed_size(response);
+  uint8_t *packed = malloc(length + 1);
+  if (packed == NULL) abort();
+  size_t written = protobuf_c_message_pack(response, packed);
+  assert(written == length);
+  qkv_rpc_reply_bytes(call, packed, length);
+  free(packed);
+}
+
+void qkvi_control_reply_counted(qkv_rpc_call *call, const ProtobufCMessage *response) {
+  enum { COUNTED_BYTES = 16 * 1024 };
+  const size_t length = protobuf_c_message_get_packed_size(response);
+  if (length < COUNTED_BYTES) return qkvi_control_reply(call, response);
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkvi_response_block *block = NULL;
   qkv_error error = {0};
@@ -96,18 +108,6 @@ static void reply_counted(qkv_rpc_call *call, const ProtobufCMessage *response, 
   (void)written;
   const qkv_wire_piece piece = {.data = block->data, .length = length, .reference = true, .owner = block};
   qkv_rpc_reply_reference(call, &piece, qkvi_block_release);
-}
-
-void qkvi_control_reply(qkv_rpc_call *call, const ProtobufCMessage *response) {
-  enum { COUNTED_BYTES = 16 * 1024 };
-  size_t length = protobuf_c_message_get_packed_size(response);
-  if (length >= COUNTED_BYTES && !qkv_rpc_is_control(call)) return reply_counted(call, response, length);
-  uint8_t *packed = malloc(length + 1);
-  if (packed == NULL) abort();
-  size_t written = protobuf_c_message_pack(response, packed);
-  assert(written == length);
-  qkv_rpc_reply_bytes(call, packed, length);
-  free(packed);
 }
 
 void qkvi_control_fail(qkv_rpc_call *call, const qkv_error *error) {

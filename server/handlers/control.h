@@ -20,10 +20,12 @@ void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *t
 void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
 void qkvi_control_free(void *request);
 
-// Answers with `response` and ends the call with OK. One of 16 KiB or more that is no control call's counts for
-// limit-response-bytes until it has been sent: where that is exceeded the call fails, so what the call has done must
-// be harmless. Small ones are bounded by the number of calls.
+// Answers with `response` and ends the call with OK.
 void qkvi_control_reply(qkv_rpc_call *call, const ProtobufCMessage *response);
+// Likewise, for calls that change nothing and whose answers may be large. One of 16 KiB or more counts for
+// limit-response-bytes until it has been sent; where that is exceeded the call ends with RESOURCE_EXHAUSTED. Smaller
+// ones are bounded by the number of calls.
+void qkvi_control_reply_counted(qkv_rpc_call *call, const ProtobufCMessage *response);
 
 // Ends the call with the error's status and text.
 void qkvi_control_fail(qkv_rpc_call *call, const qkv_error *error);

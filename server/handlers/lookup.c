@@ -72,7 +72,7 @@ static void has_job(void *context) {
   response.n_presence = count;
   response.tokens = out.tokens;
   response.n_tokens = request->tokens ? count : 0;
-  qkvi_control_reply(call, &response.base);
+  qkvi_control_reply_counted(call, &response.base);
   free(out.presence);
   free(out.tokens);
 }

@@ -253,7 +253,7 @@ static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
 
   entry_message answer;
   write_entry(((qkv_daemon *)qkv_rpc_context(call))->store, &found, &answer);
-  qkvi_control_reply(call, &answer.response.base);
+  qkvi_control_reply_counted(call, &answer.response.base);
   qkvi_model_message_clear(&answer.parts);
 }
 
@@ -277,7 +277,7 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   Qkv__V1__ListModelsResponse response = QKV__V1__LIST_MODELS_RESPONSE__INIT;
   response.n_models = list.count;
   response.models = rows;
-  qkvi_control_reply(call, &response.base);
+  qkvi_control_reply_counted(call, &response.base);
   for (size_t i = 0; i < list.count; i++) qkvi_model_message_clear(&parts[i].parts);
   free(rows);
   free(parts);

@@ -113,7 +113,7 @@ static void reply_session(qkv_rpc_call *call, qkv_session *session, const Qkv__V
   parts.info.durable = durable;
   parts.info.n_durable = info.config.backing != NULL ? info.model->layers : 0;
   parts.info.token_ids = read_ids(session, range, &parts.info.n_token_ids);
-  qkvi_control_reply(call, &parts.info.base);
+  qkvi_control_reply_counted(call, &parts.info.base);
   free(parts.info.token_ids);
   free(durable);
   free(lengths);
@@ -241,7 +241,7 @@ static void reply_page(qkv_rpc_call *call, session_page *page, const char *tenan
   response.sessions = rows;
   write_token(page, tenant, token, sizeof token);
   response.next_page_token = token;
-  qkvi_control_reply(call, &response.base);
+  qkvi_control_reply_counted(call, &response.base);
   for (size_t i = 0; i < page->count; i++) qkv_session_unref(&page->sessions[i]);
   free(rows);
   free(infos);

@@ -433,10 +433,6 @@ void qkv_rpc_reply_reference(qkv_rpc_call *call, const qkv_wire_piece *piece, vo
   end_call(call, buffer, QKV_OK, "");
 }
 
-bool qkv_rpc_is_control(const qkv_rpc_call *call) {
-  return call->place.kind == QKVI_RPC_CONTROL;
-}
-
 void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length) {
   send_buffer(call, buffer_of_bytes(data, length));
 }

@@ -100,9 +100,6 @@ void qkv_rpc_send_bytes(qkv_rpc_call *call, const void *data, size_t length);
 // The same for bytes that lie in memory of `owner`, which is released when they have been sent.
 void qkv_rpc_reply_reference(qkv_rpc_call *call, const qkv_wire_piece *piece, void (*release)(void *owner));
 
-// Whether it is one of health or Admin, which have places and limits of their own.
-bool qkv_rpc_is_control(const qkv_rpc_call *call);
-
 // Ends the call with a status; `text` goes to the client. After reply or finish the handler must not touch the
 // call again (destroy still comes).
 void qkv_rpc_finish(qkv_rpc_call *call, qkv_status status, const char *text);

@@ -100,10 +100,11 @@ void qkvi_region_release(qkvi_region *region);  // NULL is none
 qkv_status qkvi_region_read(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkv_error *error);
 qkv_status qkvi_region_write(qkvi_region *region, uint64_t offset, const void *data, size_t bytes, qkv_error *error);
 
-// The same of rows to be appended, for which `*area` is taken where it is NULL and the region on a GPU. `*at` is
-// their copy in the area, or 0 (qkvi_gpu_lent_take). NULL: the region is not on a GPU.
+// qkvi_region_read() for rows to be appended. Where the region is on a GPU they are copied into `*area` as well,
+// which is taken if it is NULL; `*at` gets the address of that copy, or 0: there is none (qkvi_gpu_lent_take).
 qkv_status qkvi_region_take(qkvi_region *region, uint64_t offset, void *out, size_t bytes, qkvi_gpu_area **area,
                             qkv_cuda_memory *at, qkv_error *error);
+// NULL: the region is not on a GPU.
 qkvi_gpu *qkvi_region_gpu(const qkvi_region *region);
 
 // Whether rows of elements of `size` bytes can be made there by the GPU: the region is on one, and `offset` at a
