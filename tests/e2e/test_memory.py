@@ -32,7 +32,7 @@ def watch(daemon, samples, stop):
 
 @pytest.mark.skipif(SANITIZED, reason="sanitizers keep books of their own in memory")
 def test_pages_make_way_for_a_calibration(tmp_path):
-    budget, full = 160 << 20, 10240  # tokens, for which memory has no room
+    budget, full = 192 << 20, 12288  # tokens, more than memory holds
     samples, stop = [], threading.Event()
     with Daemon("--data-dir", str(tmp_path), "--memory-budget", str(budget), "--calibrate-tokens", str(full),
                 "--memory-high", "1") as daemon:
