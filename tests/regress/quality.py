@@ -153,11 +153,15 @@ def table(rows):
 
 
 def with_tables(text, folder=HERE):
-    """The page with the tables that its comments ask for."""
+    """The page with the tables that its comments ask for: of FILE all rows, or those whose scheme matches PATTERN.
+
+    <!-- table: FILE --> or <!-- table: FILE PATTERN -->
+    """
     def fill(match):
-        lines = table(read(os.path.join(folder, match.group(2))))
-        return "\n".join([match.group(1), "", *lines, "", "<!-- end -->"])
-    return re.sub(r"(<!-- table: (\S+) -->)\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+        rows = read(os.path.join(folder, match.group(2)))
+        shown = {scheme: row for scheme, row in rows.items() if re.search(match.group(3) or "", scheme)}
+        return "\n".join([match.group(1), "", *table(shown), "", "<!-- end -->"])
+    return re.sub(r"(<!-- table: (\S+)(?: ([^\n]+?))? -->)\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 def read_page():
