@@ -10,15 +10,17 @@ readonly targets="on_device_attend on_device_rows qkv-bench"
 
 usage() {
   cat <<'TEXT'
-Usage: tests/gpu/on_device.sh [--build DIR | --packed DIR] [--out DIR] [--fake DIR]
-       tests/gpu/on_device.sh --pack DIR [--build DIR]
+Usage: tests/gpu/on_device.sh [--build DIR | --packed FILE] [--out DIR] [--fake DIR]
+       tests/gpu/on_device.sh --pack FILE [--build DIR]
 
   --build DIR   a build with nvcc (QKV_CUDA=ON); build/release by default, made where there is none
-  --pack DIR    builds, and copies the programs and the libraries they need to DIR, some 30 MB, for a machine that
-                has neither: nothing else is done
-  --packed DIR  what --pack made; only a driver is needed then, and compute-sanitizer for its step
-  --out DIR     where reports, steps.csv and times.csv go; build/on_device by default
-  --fake DIR    a folder with the fake libcuda.so.1 (build/release/tests/gpu/fake), to try this script without a GPU
+  --pack FILE   builds, and writes the programs and the libraries they need to FILE, a .tar.gz of some 30 MB, for a
+                machine that has neither: nothing else is done
+  --packed FILE what --pack made; only a driver is needed then, compute-sanitizer for its step, and PyTorch and
+                FlashInfer for theirs
+  --out DIR     where reports, steps.csv, times.csv and peers.csv go; build/on_device by default
+  --fake DIR    a folder with the fake libcuda.so.1 (build/release/tests/gpu/fake), to try this script without a GPU;
+                nothing is timed then
 
 Exits with 0 where all steps passed, 1 where one did not, and 77 where there is no GPU.
 TEXT
@@ -35,7 +37,7 @@ while (($# > 0)); do
       exit 0
       ;;
     --build | --pack | --packed | --out | --fake)
-      declare "${1#--}=${2:?$1 needs a directory}"
+      declare "${1#--}=${2:?$1 needs a path}"
       shift 2
       ;;
     *)
@@ -54,14 +56,17 @@ make_programs() {
 # All libraries but those of libc, which belong to the machine's loader.
 pack_programs() {
   make_programs || return 1
-  mkdir -p "$pack/lib" || return 1
-  local program
+  local folder program
+  folder=$(mktemp -d) || return 1
+  # shellcheck disable=SC2064
+  trap "rm -r '$folder'" EXIT
+  mkdir "$folder/lib" || return 1
   for program in $targets; do
-    install -s "$build/bin/$program" "$pack/$program" || return 1
+    install -s "$build/bin/$program" "$folder/$program" || return 1
     ldd "$build/bin/$program" | awk '$3 ~ "^/" { print $3 }' | grep -vE '/(libc|libm|libpthread|libdl|librt)\.so' |
-      xargs -r cp -Lt "$pack/lib" || return 1
+      xargs -r cp -Lt "$folder/lib" || return 1
   done
-  du -sh "$pack"
+  tar -czf "$pack" -C "$folder" . && du -h "$pack"
 }
 
 if [[ -n $pack ]]; then
@@ -95,6 +100,7 @@ step() {
   status=$?
   case $status in
     0) note "$name" passed "$((SECONDS - began))" ;;
+    77) note "$name" "lacks something: $(tail -n 1 "$out/$name.log")" "$((SECONDS - began))" ;;
     124 | 137) note "$name" "took more than $limit s" "$((SECONDS - began))" ;;
     *)
       note "$name" "failed with $status" "$((SECONDS - began))"
@@ -105,8 +111,10 @@ step() {
 
 SECONDS=0
 if [[ -n $packed ]]; then
-  programs=$packed
-  export LD_LIBRARY_PATH=$packed/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  programs=$out/packed
+  rm -rf "$programs"
+  mkdir "$programs" && tar -xzf "$packed" -C "$programs" || exit 1
+  export LD_LIBRARY_PATH=$programs/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 else
   began=$SECONDS
   if make_programs > "$out/build.log" 2>&1; then
@@ -124,10 +132,12 @@ command -v nvidia-smi > /dev/null && nvidia-smi -L | tee "$out/gpu.txt"
 
 # What is known of nothing yet comes first, what repeats last.
 for program in attend rows; do step "bits.$program.1" 90 "$programs/on_device_$program" "$RANDOM"; done
-QKV_ON_DEVICE_TIMES=32 step times 90 "$programs/on_device_attend" 1
-sed -n '/^kernel,/,$p' "$out/times.log" 2> /dev/null | tee "$out/times.csv"
 if [[ -z $fake ]]; then
+  QKV_ON_DEVICE_TIMES=32 step times 90 "$programs/on_device_attend" 1
+  sed -n '/^kernel,/,$p' "$out/times.log" 2> /dev/null | tee "$out/times.csv"
   step bench 60 "$programs/qkv-bench" attend --device gpu --repeats 5
+  step peers 120 python3 "$here/peers.py"
+  sed -n '/^library,/,$p' "$out/peers.log" 2> /dev/null | tee "$out/peers.csv"
 fi
 if command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck synccheck initcheck; do
