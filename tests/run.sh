@@ -24,7 +24,8 @@ stage that fails. Builds lie in build/<preset>; a second run builds only what ha
 Not among them unless asked for:
 
   rest      the tests that the stages asan and release leave out as they take long: every kernel at every width and depth,
-            every codec at one depth, and the longest end-to-end tests with the asan build; 10 minutes
+            every codec at one depth, the longest end-to-end tests with the asan build, and, with the release build, long ones
+            that the stage asan runs; 15 minutes
   quality   every codec at all depths against tests/regress/codecs.csv, and 16 windows of each text against quality.csv, of
             which rest has one depth and release one window; 15 minutes. What a trial decides may differ on other processors
   smollm2   quality on a real model, which deploy/smollm2.sh downloads (98 MB), against tests/regress/smollm2.csv, the same
