@@ -14,8 +14,8 @@
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "engine/base/histogram.h"
 #include "engine/base/log.h"
@@ -44,10 +44,9 @@ typedef struct inspected {
   _Atomic bool read;        // gRPC has read something from it
   _Atomic bool closed;      // for what it has sent
   _Atomic uint64_t held;    // bytes of messages that are not whole, as counted in all_held
-  _Atomic uint32_t serial;  // of the connection, as descriptors come again
-  _Atomic ino_t inode;
-  pthread_mutex_t lock;  // of what follows
-  int poller;            // the epoll instance that gRPC watches it with; -1: none is known, so it takes no turns
+  _Atomic uint32_t serial;  // of the connection, as descriptors come again; changed with the lock
+  pthread_mutex_t lock;     // of what follows
+  int poller;               // the epoll instance that gRPC watches it with; -1: none is known, so it takes no turns
   struct epoll_event watched;
   int refusals;              // EAGAINs that are still to come until the next turn
   uint32_t turn, turn_most;  // bytes of this turn, and at most
@@ -75,6 +74,11 @@ static inspected *place_of(int connection) {
 static inspected *find(int connection) {
   inspected *found = place_of(connection);
   return found != NULL && atomic_load_explicit(&found->open, memory_order_acquire) ? found : NULL;
+}
+
+// With its lock: whether the descriptor is still that of the connection.
+static bool is_same(const inspected *connection, uint32_t serial) {
+  return connection->open && connection->serial == serial;
 }
 
 uint64_t qkvi_inspect_closed(qkvi_http2_verdict reason) {
@@ -136,8 +140,6 @@ static void forget(inspected *connection) {
 
 bool qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer) {
   assert(file >= 0 && file < BLOCK * BLOCKS);
-  struct stat socket = {0};
-  (void)fstat(file, &socket);
   add_block(file);
   inspected *opened = place_of(file);
   assert(opened != NULL);
@@ -147,7 +149,6 @@ bool qkvi_inspect_open(int file, bool tls, const struct sockaddr *peer) {
   opened->read = false;
   opened->closed = false;
   opened->serial++;
-  opened->inode = socket.st_ino;
   opened->poller = -1;
   opened->refusals = 0;
   opened->turn = 0;
@@ -199,6 +200,7 @@ static void log_closed(int file, qkvi_http2_verdict reason) {
           texts[reason].limit);
 }
 
+// With its lock.
 static void close_for(inspected *connection, int file, qkvi_http2_verdict reason) {
   if (atomic_exchange(&connection->closed, true)) return;
   atomic_fetch_add_explicit(&closed[reason], 1, memory_order_relaxed);
@@ -377,63 +379,83 @@ static ssize_t receive_some(int file, struct msghdr *message, int flags, size_t 
 
 // ---- Messages that are not whole ----
 
-static inspected *find_most(int *file) {
+// The connection that holds the most, and how much: others may change that meanwhile.
+static inspected *find_most(int *file, uint64_t *held) {
   inspected *most = NULL;
+  *held = 0;
   for (int i = 0; i < BLOCK * BLOCKS; i++) {
     inspected *each = place_of(i);
     if (each == NULL) i += BLOCK - 1;
-    if (each == NULL || each->held == 0 || (most != NULL && each->held <= most->held)) continue;
+    const uint64_t now = each == NULL ? 0 : each->held;
+    if (now <= *held) continue;
     most = each;
+    *held = now;
     *file = i;
   }
   return most;
 }
 
-// gRPC does not say when it has closed a socket.
-static bool is_gone(const inspected *connection, int file) {
-  struct stat socket;
-  return fstat(file, &socket) != 0 || !S_ISSOCK(socket.st_mode) || socket.st_ino != connection->inode;
-}
-
-// While all hold too much, closes the connection that holds the most.
+// While all hold too much, closes the connection that holds the most. Its descriptor may be that of another one by
+// now, which does not hold as much.
 static void bound_held(void) {
   inspected *most;
   int file = -1;
-  while (all_held > held_max && (most = find_most(&file)) != NULL) {
-    const uint32_t serial = most->serial;
-    const bool gone = is_gone(most, file);
+  uint64_t held;
+  while (all_held > held_max && (most = find_most(&file, &held)) != NULL) {
     pthread_mutex_lock(&most->lock);
-    const bool same = most->serial == serial;  // no later connection has the descriptor by now
-    if (same && !gone) close_for(most, file, QKVI_HTTP2_REQUEST_BYTES);
-    if (same) count_held(most, 0);
-    if (same && !gone && most->poller >= 0) (void)wake(most, file);
+    if (most->open && most->held >= held) {
+      close_for(most, file, QKVI_HTTP2_REQUEST_BYTES);
+      count_held(most, 0);
+      if (most->poller >= 0) (void)wake(most, file);
+    }
     pthread_mutex_unlock(&most->lock);
   }
 }
 
 // ---- Bytes ----
 
-static qkvi_http2_verdict inspect(inspected *connection, const struct iovec *pieces, size_t pieces_count,
-                                  size_t count) {
+// What a connection has sent, or is sent.
+typedef struct passing {
+  inspected *connection;
+  int file;
+  uint32_t serial;
+  const struct iovec *pieces;
+  size_t pieces_count, bytes;
+} passing;
+
+static bool is_closed(const passing *sent) {
+  pthread_mutex_lock(&sent->connection->lock);
+  const bool now = is_same(sent->connection, sent->serial) && sent->connection->closed;
+  pthread_mutex_unlock(&sent->connection->lock);
+  return now;
+}
+
+// Not GOOD: the connection is to be closed.
+static qkvi_http2_verdict inspect(const passing *sent) {
+  inspected *connection = sent->connection;
   qkvi_http2_verdict verdict = QKVI_HTTP2_GOOD;
   pthread_mutex_lock(&connection->lock);
-  for (size_t i = 0; i < pieces_count && count > 0 && verdict == QKVI_HTTP2_GOOD; i++) {
-    const size_t bytes = pieces[i].iov_len < count ? pieces[i].iov_len : count;
-    verdict = qkvi_http2_frames_read(&connection->frames, pieces[i].iov_base, bytes, points_s, qkv_stage_now);
-    count -= bytes;
+  size_t left = is_same(connection, sent->serial) ? sent->bytes : 0;
+  for (size_t i = 0; i < sent->pieces_count && left > 0 && verdict == QKVI_HTTP2_GOOD; i++) {
+    const size_t bytes = sent->pieces[i].iov_len < left ? sent->pieces[i].iov_len : left;
+    verdict = qkvi_http2_frames_read(&connection->frames, sent->pieces[i].iov_base, bytes, points_s, qkv_stage_now);
+    left -= bytes;
   }
+  if (verdict != QKVI_HTTP2_GOOD) close_for(connection, sent->file, verdict);
   if (!connection->closed) count_held(connection, connection->frames.streams.held);
   pthread_mutex_unlock(&connection->lock);
   if (all_held > held_max) bound_held();
-  return connection->closed && verdict == QKVI_HTTP2_GOOD ? QKVI_HTTP2_REQUEST_BYTES : verdict;
+  return verdict == QKVI_HTTP2_GOOD && is_closed(sent) ? QKVI_HTTP2_REQUEST_BYTES : verdict;
 }
 
-static void inspect_replies(inspected *connection, const struct iovec *pieces, size_t pieces_count, size_t count) {
+static void inspect_replies(const passing *replied) {
+  inspected *connection = replied->connection;
   pthread_mutex_lock(&connection->lock);
-  for (size_t i = 0; i < pieces_count && count > 0; i++) {
-    const size_t bytes = pieces[i].iov_len < count ? pieces[i].iov_len : count;
-    qkvi_http2_replies_read(&connection->replies, &connection->frames.streams, pieces[i].iov_base, bytes);
-    count -= bytes;
+  size_t left = is_same(connection, replied->serial) ? replied->bytes : 0;
+  for (size_t i = 0; i < replied->pieces_count && left > 0; i++) {
+    const size_t bytes = replied->pieces[i].iov_len < left ? replied->pieces[i].iov_len : left;
+    qkvi_http2_replies_read(&connection->replies, &connection->frames.streams, replied->pieces[i].iov_base, bytes);
+    left -= bytes;
   }
   if (!connection->closed) count_held(connection, connection->frames.streams.held);
   pthread_mutex_unlock(&connection->lock);
@@ -464,9 +486,13 @@ ssize_t recvmsg(int file, struct msghdr *message, int flags) {
   if (received <= 0) return received;
   if (!connection->read) connection->read = true;
   if (connection->tls) return received;
-  const qkvi_http2_verdict verdict = inspect(connection, message->msg_iov, message->msg_iovlen, (size_t)received);
-  if (verdict == QKVI_HTTP2_GOOD) return received;
-  close_for(connection, file, verdict);
+  const passing sent = {.connection = connection,
+                        .file = file,
+                        .serial = connection->serial,
+                        .pieces = message->msg_iov,
+                        .pieces_count = message->msg_iovlen,
+                        .bytes = (size_t)received};
+  if (inspect(&sent) == QKVI_HTTP2_GOOD) return received;
   forget(connection);
   return fail(ECONNRESET);
 }
@@ -478,8 +504,23 @@ ssize_t sendmsg(int file, const struct msghdr *message, int flags) {
   const ssize_t sent = real(file, message, flags);
   inspected *connection = sent > 0 ? find(file) : NULL;
   if (connection != NULL && !connection->tls)
-    inspect_replies(connection, message->msg_iov, message->msg_iovlen, (size_t)sent);
+    inspect_replies(&(passing){.connection = connection,
+                               .file = file,
+                               .serial = connection->serial,
+                               .pieces = message->msg_iov,
+                               .pieces_count = message->msg_iovlen,
+                               .bytes = (size_t)sent});
   return sent;
+}
+
+// The descriptor's next user may be none of gRPC's connections.
+// NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
+int close(int file) {
+  static _Atomic(int (*)(int)) real;
+  if (real == NULL) real = (int (*)(int))dlsym(RTLD_NEXT, "close");
+  inspected *connection = find(file);
+  if (connection != NULL) forget(connection);
+  return real(file);
 }
 
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
@@ -508,13 +549,15 @@ static void link_made(void *parent, void *unused, CRYPTO_EX_DATA *data, int inde
   (void)CRYPTO_set_ex_data(data, index, (void *)(uintptr_t)link);
 }
 
-// NULL: no connection of ours, or no longer.
-static inspected *find_linked(const SSL *ssl, int *file) {
-  if (SSL_is_server(ssl) == 0) return NULL;
+// False: no connection of ours, or no longer. It may end, and its descriptor be another one's, at any time: gRPC
+// decrypts what it has read when the socket may be closed.
+static bool find_linked(const SSL *ssl, passing *found) {
+  if (SSL_is_server(ssl) == 0) return false;
   const uint64_t link = (uintptr_t)SSL_get_ex_data(ssl, link_index);
-  *file = (int)(link & UINT32_MAX);
-  inspected *found = link != 0 ? find(*file) : NULL;
-  return found != NULL && found->serial == link >> 32 ? found : NULL;
+  found->file = (int)(link & UINT32_MAX);
+  found->serial = (uint32_t)(link >> 32);
+  found->connection = link != 0 ? find(found->file) : NULL;
+  return found->connection != NULL;
 }
 
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
@@ -522,13 +565,12 @@ int SSL_read(SSL *ssl, void *bytes, int most) {
   static _Atomic(int (*)(SSL *, void *, int)) real;
   if (real == NULL) real = (int (*)(SSL *, void *, int))dlsym(RTLD_NEXT, "SSL_read");
   const int count = real(ssl, bytes, most);
-  int file;
-  inspected *connection = count > 0 ? find_linked(ssl, &file) : NULL;
-  if (connection == NULL) return count;
-  const struct iovec piece = {.iov_base = bytes, .iov_len = (size_t)count};
-  const qkvi_http2_verdict verdict = inspect(connection, &piece, 1, piece.iov_len);
-  if (verdict == QKVI_HTTP2_GOOD) return count;
-  close_for(connection, file, verdict);
+  passing sent;
+  if (count <= 0 || !find_linked(ssl, &sent)) return count;
+  sent.bytes = (size_t)count;
+  sent.pieces = &(struct iovec){.iov_base = bytes, .iov_len = sent.bytes};
+  sent.pieces_count = 1;
+  if (inspect(&sent) == QKVI_HTTP2_GOOD) return count;
   ERR_raise(ERR_LIB_USER, ERR_R_PASSED_INVALID_ARGUMENT);
   return -1;
 }
@@ -538,11 +580,12 @@ int SSL_write(SSL *ssl, const void *bytes, int most) {
   static _Atomic(int (*)(SSL *, const void *, int)) real;
   if (real == NULL) real = (int (*)(SSL *, const void *, int))dlsym(RTLD_NEXT, "SSL_write");
   const int count = real(ssl, bytes, most);
-  int file;
-  inspected *connection = count > 0 ? find_linked(ssl, &file) : NULL;
-  if (connection == NULL) return count;
-  const struct iovec piece = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = (size_t)count};
-  inspect_replies(connection, &piece, 1, piece.iov_len);
+  passing replied;
+  if (count <= 0 || !find_linked(ssl, &replied)) return count;
+  replied.bytes = (size_t)count;
+  replied.pieces = &(struct iovec){.iov_base = (void *)(uintptr_t)bytes, .iov_len = replied.bytes};
+  replied.pieces_count = 1;
+  inspect_replies(&replied);
   return count;
 }
 

@@ -1,10 +1,10 @@
 // Inspects what clients send before gRPC reads it: closes connections whose frames do harm, and makes the others take
 // turns.
 //
-// gRPC 1.51 has no hook for this. It calls recvmsg(2), sendmsg(2), SSL_read(3) and SSL_write(3) of shared libraries,
-// so the daemon has functions of these names itself. They call the real ones and inspect what these have read and
-// written. Nothing is copied or changed. With a connection that is to be closed they return the error of one that was
-// reset, and gRPC ends it.
+// gRPC 1.51 has no hook for this. It calls recvmsg(2), sendmsg(2), close(2), SSL_read(3) and SSL_write(3) of shared
+// libraries, so the daemon has functions of these names itself. They call the real ones and inspect what these have
+// read and written. Nothing is copied or changed. With a connection that is to be closed they return the error of one
+// that was reset, and gRPC ends it.
 //
 //    socket ──► recvmsg ──► frames counted ──► gRPC ──► streams that end ──► sendmsg ──► socket
 //    socket ──► recvmsg ──► gRPC ──► SSL_read ──► frames counted ──► gRPC ──► streams that end ──► SSL_write ──► ...

@@ -8,7 +8,7 @@ while read -r library; do
   # Generated protobuf code has names of its own.
   [[ $(basename "$library") == libqkv_messages.a ]] && continue
   replaced=' '
-  [[ $(basename "$library") == libqkv_server.a ]] && replaced=' recvmsg sendmsg epoll_ctl SSL_read SSL_write '
+  [[ $(basename "$library") == libqkv_server.a ]] && replaced=' recvmsg sendmsg close epoll_ctl SSL_read SSL_write '
   while read -r symbol; do
     [[ $replaced == *" $symbol "* ]] && continue
     echo "$library: exports $symbol, which does not begin with qkv"
