@@ -163,13 +163,7 @@ static qkvi_entry unpack(const qkvi_index *index, uint32_t place) {
   return (qkvi_entry){.record = (uint64_t)run->record_high << 32 | packed->record,
                       .session = run->session->session,
                       .position = (uint64_t)run->position_high << 32 | packed->position,
-                      .offset = (uint64_t)packed->at * QKV_STORAGE_BLOCK,
-                      .extent = (uint64_t)packed->blocks * QKV_STORAGE_BLOCK,
-                      .raw_bytes = (uint32_t)packed->raw + 1,
-                      .segment = (uint32_t)packed->segment,
-                      .layer = (uint32_t)packed->layer,
-                      .tokens = (uint32_t)packed->tokens + 1,
-                      .kind = (uint16_t)packed->kind};
+                      QKVI_INDEX_FIELDS(packed)};
 }
 
 // ---- Runs ----

@@ -73,6 +73,13 @@ typedef struct index_session {
 } index_session;
 
 _Static_assert(sizeof(index_session) == 32, "no padding");
+
+// Fields of a qkvi_entry, from a packed_record or from a single record's index_session, which have the same names.
+#define QKVI_INDEX_FIELDS(from)                                                                                   \
+  .offset = (uint64_t)(from)->at * QKV_STORAGE_BLOCK, .extent = (uint64_t)(from)->blocks * QKV_STORAGE_BLOCK,     \
+  .raw_bytes = (uint32_t)(from)->raw + 1, .segment = (uint32_t)(from)->segment, .layer = (uint32_t)(from)->layer, \
+  .tokens = (uint32_t)(from)->tokens + 1, .kind = (uint16_t)(from)->kind
+
 #define INDEX_ALIGN UINT64_C(16)
 
 struct qkvi_index {

@@ -177,13 +177,7 @@ void qkvi_index_free_address(index_session *session) {
 static qkvi_entry single_of(const index_session *session) {
   return (qkvi_entry){.record = (uint64_t)session->record_high << 40 | session->record_low,
                       .session = session->session,
-                      .offset = (uint64_t)session->at * QKV_STORAGE_BLOCK,
-                      .extent = (uint64_t)session->blocks * QKV_STORAGE_BLOCK,
-                      .raw_bytes = (uint32_t)session->raw + 1,
-                      .segment = (uint32_t)session->segment,
-                      .layer = (uint32_t)session->layer,
-                      .tokens = (uint32_t)session->tokens + 1,
-                      .kind = (uint16_t)session->kind};
+                      QKVI_INDEX_FIELDS(session)};
 }
 
 static void put_place(index_session *session, const qkvi_entry *entry) {
