@@ -100,7 +100,7 @@ static qkv_status register_within_quota(const qkv_rpc_call *call, const qkv_mode
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_quota quota;
   bool by_default;
-  (void)qkvi_quotas_get(daemon->quotas, model->tenant, &quota, &by_default);
+  qkvi_quotas_get(daemon->quotas, model->tenant, &quota, &by_default);
   const qkv_status status =
       qkv_store_register_model_within(daemon->store, model, (uint64_t)quota.models, registered, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_rpc_count_refusal(call);

@@ -28,7 +28,7 @@ struct qkvi_region {
 struct qkvi_regions {
   pthread_mutex_t lock;  // of the list
   qkvi_region *first;    // in the order of their registration
-  size_t count, count_max;
+  size_t count, count_max, tenant_max;
   _Atomic size_t on_gpu;  // of these
   const qkvi_gpus *gpus;
   qkvi_buffers *buffers;
@@ -47,7 +47,7 @@ bool qkvi_region_is_on_gpu(const qkvi_region *region) {
   return region->kind == QKVI_REGION_CUDA;
 }
 
-qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, const qkvi_gpus *gpus,
+qkvi_regions *qkvi_regions_create(size_t count_max, size_t tenant_max, size_t kept_max, const qkvi_gpus *gpus,
                                   qkv_metric_value *const counters[QKVI_REGION_COUNTERS]) {
   qkvi_regions *regions = calloc(1, sizeof *regions);
   if (regions == NULL) abort();
@@ -55,6 +55,7 @@ qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, const qkvi_
   assert(failed == 0);
   (void)failed;
   regions->count_max = count_max;
+  regions->tenant_max = tenant_max;
   regions->gpus = gpus;
   regions->buffers = qkvi_buffers_create(kept_max);
   memcpy((void *)regions->counters, (const void *)counters, sizeof regions->counters);
@@ -162,6 +163,12 @@ static qkv_status already_exists(const qkvi_region *other, qkv_error *error) {
                   qkvi_mapping_name(&other->mapping));
 }
 
+static size_t count_of(const qkvi_regions *regions, const char *tenant) {
+  size_t count = 0;
+  for (const qkvi_region *at = regions->first; at != NULL; at = at->next) count += strcmp(at->tenant, tenant) == 0;
+  return count;
+}
+
 // With the lock. The region is taken where `*added`.
 static qkv_status put_in(qkvi_regions *regions, qkvi_region *region, bool *added, qkv_error *error) {
   qkvi_region **place = find_place(regions, region->tenant, region->name);
@@ -172,6 +179,9 @@ static qkv_status put_in(qkvi_regions *regions, qkvi_region *region, bool *added
   if (*place != NULL) return is_same(*place, region) ? QKV_OK : already_exists(*place, error);
   if (regions->count == regions->count_max)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-client-shm is %zu, all are in use", regions->count_max);
+  if (count_of(regions, region->tenant) >= regions->tenant_max)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-client-shm is %zu, and one tenant may have %zu",
+                    regions->count_max, regions->tenant_max);
   *place = region;
   count(regions, region, 1);
   *added = true;

@@ -61,9 +61,9 @@ typedef enum qkvi_region_counter {
   QKVI_REGION_COUNTERS
 } qkvi_region_counter;
 
-// `count_max`: regions at once; `kept_max`: bytes of copies that are kept for the next. `gpus` (NULL: none is used)
-// outlives the regions. `counters` are borrowed, in the order above.
-qkvi_regions *qkvi_regions_create(size_t count_max, size_t kept_max, const qkvi_gpus *gpus,
+// `count_max`: regions at once, `tenant_max`: of one tenant; `kept_max`: bytes of copies that are kept for the next.
+// `gpus` (NULL: none is used) outlives the regions. `counters` are borrowed, in the order above.
+qkvi_regions *qkvi_regions_create(size_t count_max, size_t tenant_max, size_t kept_max, const qkvi_gpus *gpus,
                                   qkv_metric_value *const counters[QKVI_REGION_COUNTERS]);
 void qkvi_regions_destroy(qkvi_regions **regions);  // NULL inside is none; no request uses one any more
 

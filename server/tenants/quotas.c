@@ -166,7 +166,7 @@ void qkvi_quotas_destroy(qkvi_quotas **quotas) {
 
 // ---- Looking ----
 
-bool qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, bool *by_default) {
+void qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, bool *by_default) {
   (void)pthread_mutex_lock(&quotas->lock);
   const qkv_quota *found = find(&quotas->known, tenant);
   *by_default = found == NULL;
@@ -175,7 +175,8 @@ bool qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, 
   (void)pthread_mutex_unlock(&quotas->lock);
   *by_default &= found != NULL;
   (void)snprintf(quota->tenant, sizeof quota->tenant, "%s", tenant);
-  return found != NULL;
+  if (quota->sessions == 0) quota->sessions = quotas->config.sessions;
+  if (quota->models == 0) quota->models = quotas->config.models;
 }
 
 size_t qkvi_quotas_list(qkvi_quotas *quotas, qkv_quota **out) {

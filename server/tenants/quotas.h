@@ -18,6 +18,7 @@ typedef struct qkvi_quotas_config {
   const char *path;  // NULL: there is no file, and no quota can be set
   bool may_be_missing;
   uint64_t host_bytes, ssd_bytes;  // limits of all guarantees together; ssd_bytes 0: no limit
+  int64_t sessions, models;        // quotas of a tenant for which the file gives none; 0: no limit
 } qkvi_quotas_config;
 
 // Reads the file. UNAVAILABLE: it cannot be read. INVALID_ARGUMENT: "FILE:3: ...".
@@ -28,8 +29,9 @@ void qkvi_quotas_destroy(qkvi_quotas **quotas);
 // `changed` says whether it was read.
 qkv_status qkvi_quotas_reload(qkvi_quotas *quotas, bool always, bool *changed, qkv_error *error);
 
-// The tenant's quota, else that of "*", with the tenant's name; false: it has neither, and `quota` is empty.
-bool qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, bool *by_default);
+// The tenant's quota, else that of "*", with the tenant's name and with the config's values where the file gives
+// none.
+void qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, bool *by_default);
 // Those of the file, in the order of tenants, "*" first. The caller frees `*out`. Returns how many.
 size_t qkvi_quotas_list(qkvi_quotas *quotas, qkv_quota **out);
 

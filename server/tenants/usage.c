@@ -31,7 +31,7 @@ static int by_name(const void *a, const void *b) {
 void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_usage *usage) {
   qkv_account_usage account;
   *usage = (qkvi_tenant_usage){0};
-  (void)qkvi_quotas_get(daemon->quotas, tenant, &usage->quota, &usage->by_default);
+  qkvi_quotas_get(daemon->quotas, tenant, &usage->quota, &usage->by_default);
   usage->calls = qkv_rpc_server_usage(daemon->rpc, tenant);
   (void)qkv_accounts_read(qkv_store_accounts(daemon->store), tenant, &account);
   usage->host_bytes = account.host_bytes;

@@ -40,7 +40,7 @@ typedef struct watcher {
 struct qkvi_watch_hub {
   qkv_store *store;
   qkv_metric_value *metrics;
-  size_t watchers_max;
+  size_t watchers_max, tenant_max;
   uint64_t instance;
   qkvi_watch_log *log;
   qkvi_watch_places *places;  // NULL: everything is in memory
@@ -91,6 +91,12 @@ static void unlink_watcher(watcher *at) {
   if (at->next == NULL) hub->last = at->previous;
   if (at->previous != NULL) at->previous->next = at->next;
   if (at->previous == NULL) hub->first = at->next;
+}
+
+static size_t count_of(const qkvi_watch_hub *hub, const char *tenant) {
+  size_t count = 0;
+  for (const watcher *at = hub->first; at != NULL; at = at->next) count += strcmp(at->tenant, tenant) == 0;
+  return count;
 }
 
 static bool is_due(const watcher *at, uint64_t head, int64_t now) {
@@ -278,7 +284,8 @@ static qkv_status read_request(const Qkv__V1__WatchRequest *request, watcher *at
 static qkv_status join(qkvi_watch_hub *hub, watcher *at, qkv_error *error) {
   lock(hub);
   const bool draining = hub->draining, full = hub->count >= hub->watchers_max;
-  if (!draining && !full) {
+  const size_t own = count_of(hub, at->tenant);
+  if (!draining && !full && own < hub->tenant_max) {
     hub->count++;
     at->hub = hub;
     at->busy = true;
@@ -288,6 +295,9 @@ static qkv_status join(qkvi_watch_hub *hub, watcher *at, qkv_error *error) {
   if (draining) return qkv_fail(error, QKV_UNAVAILABLE, "draining: the daemon is about to stop");
   if (full)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-watchers is %zu, all are in use", hub->watchers_max);
+  if (own >= hub->tenant_max)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-watchers is %zu, and one tenant may have %zu",
+                    hub->watchers_max, hub->tenant_max);
   qkv_metric_add(&hub->metrics[QKV_METRIC_WATCHERS], 1);
   return QKV_OK;
 }
@@ -347,7 +357,8 @@ static void on_destroy(void *state) {
 
 // ---- Life ----
 
-qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metrics, size_t watchers_max, bool places) {
+qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metrics, size_t watchers_max,
+                                      size_t tenant_max, bool places) {
   struct timespec now;
   pthread_condattr_t clock;
   qkvi_watch_hub *hub = calloc(1, sizeof *hub);
@@ -356,6 +367,7 @@ qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metric
   hub->store = store;
   hub->metrics = metrics;
   hub->watchers_max = watchers_max;
+  hub->tenant_max = tenant_max;
   hub->instance = (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
   hub->log = qkvi_watch_log_create(woken, hub);
   if (places) hub->places = qkvi_watch_places_create();

@@ -17,8 +17,10 @@
 
 typedef struct qkvi_watch_hub qkvi_watch_hub;
 
-// Observes the store's index, which is still empty. `places`: sessions may have pages on the SSD.
-qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metrics, size_t watchers_max, bool places);
+// Observes the store's index, which is still empty. `watchers_max`: calls at once, `tenant_max`: of one tenant.
+// `places`: sessions may have pages on the SSD.
+qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metrics, size_t watchers_max,
+                                      size_t tenant_max, bool places);
 // Watch calls end (UNAVAILABLE), and new ones do at once.
 void qkvi_watch_hub_drain(qkvi_watch_hub *hub);
 // When no call runs any more, and before the store is destroyed.

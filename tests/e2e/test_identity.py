@@ -10,6 +10,7 @@ import ssl
 import stat
 import subprocess
 import time
+from multiprocessing import shared_memory
 
 import grpc
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from health.v1 import health_pb2, health_pb2_grpc
 from kv import FP32, TIMEOUT, tensor
-from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc, model_pb2
+from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc, model_pb2, shared_memory_pb2, shared_memory_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 
 Code = grpc.StatusCode
@@ -238,6 +239,59 @@ def test_tenants_do_not_see_each_other(guarded, tokens):
         with fails(Code.NOT_FOUND, f"no tenant {other}"):
             list_sessions(channel, bearer(known["a"]), tenant=other)
     assert stub.GetSession(request, metadata=bearer(known["b"], "team-b"), timeout=TIMEOUT).session == "only-b"
+
+
+def test_one_tenant_leaves_a_part_for_others(tokens, tmp_path):
+    """Three of four: sessions, models, Watch calls and regions of shared memory. A quota says otherwise."""
+    known, quotas = tokens[1], tmp_path / "quotas"
+    quotas.write_text("team-b sessions=4\n")
+    limits = [text for what in ("sessions", "models", "watchers", "client-shm") for text in (f"--limit-{what}", "4")]
+    region = shared_memory.SharedMemory(create=True, size=4096)
+    with Daemon("--auth-file", tokens[0], "--quota-file", quotas, "--allow-client-shm", *limits) as daemon:
+        channel = daemon.channel()
+        stub = kv_cache_pb2_grpc.KvCacheStub(channel)
+        regions = shared_memory_pb2_grpc.SharedMemoryStub(channel)
+        watches = []
+
+        def add_session(who, i):
+            stub.OpenSession(kv.OpenSessionRequest(session=f"s{i}", model="m0"), metadata=bearer(known[who]), timeout=TIMEOUT)
+
+        def add_model(who, i):
+            model = model_pb2.Model(**{**MODEL, "name": f"m{i}"})
+            stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), metadata=bearer(known[who]), timeout=TIMEOUT)
+
+        def add_watch(who, _):
+            watches.append(stub.Watch(kv.WatchRequest(), metadata=bearer(known[who]), timeout=TIMEOUT))
+            next(watches[-1])
+
+        def add_region(who, i):
+            named = shared_memory_pb2.SystemSharedMemoryRegion(name=f"r{i}", key=region.name, byte_size=4096)
+            regions.SystemSharedMemoryRegister(shared_memory_pb2.SystemSharedMemoryRegisterRequest(region=named),
+                                               metadata=bearer(known[who]), timeout=TIMEOUT)
+
+        for add, text, full in (
+                (add_model, "quota models of tenant team-a is 3", "limit-models is 4"),
+                (add_watch, "limit-watchers is 4, and one tenant may have 3", "limit-watchers is 4, all"),
+                (add_region, "limit-client-shm is 4, and one tenant may have 3", "limit-client-shm is 4, all")):
+            for i in range(3):
+                add("a", i)
+            with fails(Code.RESOURCE_EXHAUSTED, text):
+                add("a", 3)
+            add("b", 0)
+            with fails(Code.RESOURCE_EXHAUSTED, full):
+                add("b", 1)
+        for i in range(3):
+            add_session("a", i)
+        with fails(Code.RESOURCE_EXHAUSTED, "quota sessions of tenant team-a is 3, 3 are open"):
+            add_session("a", 3)
+        for i in range(3):
+            stub.CloseSession(kv.CloseSessionRequest(session=f"s{i}"), metadata=bearer(known["a"]), timeout=TIMEOUT)
+        for i in range(4):
+            add_session("b", i)
+        for call in watches:
+            call.cancel()
+    region.close()
+    region.unlink()
 
 
 def test_file_is_read_anew(folder):
