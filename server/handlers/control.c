@@ -8,13 +8,28 @@
 #include "server/daemon.h"
 #include "server/handlers/block.h"
 
-// Subtracts the cost of a field from what is left to the message.
-static qkv_status spend(size_t bytes, size_t *left, qkv_error *error) {
-  if (bytes > *left)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d bytes without those of files",
-                    QKVI_CONTROL_BYTES_MAX);
-  *left -= bytes;
+// Bytes that a message may have, and those of them that are left.
+typedef struct bytes_left {
+  size_t most, now;
+} bytes_left;
+
+// Subtracts the cost of a field.
+static qkv_status spend(size_t bytes, bytes_left *left, qkv_error *error) {
+  if (bytes > left->now)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %zu bytes without those of files",
+                    left->most);
+  left->now -= bytes;
   return QKV_OK;
+}
+
+// A list of strings has names, and place for the longest ones.
+static size_t bytes_max(const ProtobufCMessageDescriptor *type) {
+  for (unsigned i = 0; i < type->n_fields; i++) {
+    const ProtobufCFieldDescriptor *field = &type->fields[i];
+    if (field->label == PROTOBUF_C_LABEL_REPEATED && field->type == PROTOBUF_C_TYPE_STRING)
+      return QKVI_NAMES_BYTES_MAX;
+  }
+  return QKVI_CONTROL_BYTES_MAX;
 }
 
 // Unpacked, packed ids take at most four times their bytes; the callers limit them.
@@ -26,7 +41,8 @@ static bool is_ids(const ProtobufCFieldDescriptor *field) {
 // name. A field of two bytes takes a hundred when it is unpacked. So everything has a limit except the contents of
 // `bytes` fields, which are files, and of packed ids. No message of the contract is recursive, so the depth is the
 // contract's.
-static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *type, size_t *left, qkv_error *error) {
+static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *type, bytes_left *left,
+                        qkv_error *error) {
   qkv_wire_reader reader;
   qkv_wire_field field;
   bool more = true;
@@ -54,7 +70,7 @@ static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *typ
 // The message as one contiguous buffer. Where the two readers of the wire format disagree, the stricter one wins.
 static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   const qkv_segment segment = {.data = flat, .length = length};
-  size_t left = QKVI_CONTROL_BYTES_MAX;
+  bytes_left left = {.most = bytes_max(type), .now = bytes_max(type)};
   if (check(qkv_bytes_of(&segment), type, &left, error) != QKV_OK) return NULL;
   ProtobufCMessage *request = protobuf_c_message_unpack(type, NULL, length, flat);
   if (request == NULL)
@@ -63,9 +79,9 @@ static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDe
 }
 
 void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
-  if (message.length > QKVI_CONTROL_BYTES_MAX) {
-    (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request is %zu bytes, at most %d", message.length,
-                   QKVI_CONTROL_BYTES_MAX);
+  const size_t most = bytes_max(type);
+  if (message.length > most) {
+    (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request is %zu bytes, at most %zu", message.length, most);
     return NULL;
   }
   return qkvi_control_unpack_large(message, type, error);

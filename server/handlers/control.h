@@ -7,13 +7,17 @@
 #include <protobuf-c/protobuf-c.h>
 
 #include "engine/base/bytes.h"
+#include "engine/base/name.h"
 #include "server/rpc/rpc.h"
 
 #define QKVI_CONTROL_BYTES_MAX 1048576  // of a request without tensors
+#define QKVI_NAMES_MAX 16384            // sessions, or objects, that a lookup names
+// Of such a lookup: as many of the longest names, each with its tag and its length, and the other fields.
+#define QKVI_NAMES_BYTES_MAX (QKVI_NAMES_MAX * (QKV_NAME_MAX + 3) + 4096)
 
 // The unpacked request, which the caller frees with qkvi_control_free. NULL, with *error filled, where it is too
-// large, not a message of this type, or has a NUL inside a string: INVALID_ARGUMENT, "request is 2000000 bytes, at
-// most 1048576".
+// large (QKVI_CONTROL_BYTES_MAX, or QKVI_NAMES_BYTES_MAX with a list of names), not a message of this type, or has a
+// NUL inside a string: INVALID_ARGUMENT, "request is 2000000 bytes, at most 1048576".
 void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
 // The same for messages that carry a file or packed ids: their bytes come on top, as large as the server takes
 // messages. A caller that expects ids checks their number first.

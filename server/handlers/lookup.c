@@ -11,12 +11,12 @@
 #include "server/handlers/jobs.h"
 
 // Names that are looked up under one lock of the store.
-enum { NAMES_MAX = 16384, NAMES_AT_ONCE = 256 };
+enum { NAMES_AT_ONCE = 256 };
 
 static qkv_status check_names(const Qkv__V1__HasSessionsRequest *request, qkv_error *error) {
-  if (request->n_sessions > NAMES_MAX)
+  if (request->n_sessions > QKVI_NAMES_MAX)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "sessions has %zu entries, at most %d", request->n_sessions,
-                    NAMES_MAX);
+                    QKVI_NAMES_MAX);
   for (size_t i = 0; i < request->n_sessions; i++) {
     if (qkv_name_check(request->sessions[i], "the name", error) != QKV_OK)
       return qkv_error_prefix(error, "sessions[%zu]: ", i);

@@ -12,8 +12,8 @@ enum { PAGE_SIZE_MAX = 1000 };
 qkv_status qkvi_object_names_check(const qkv_rpc_call *call, const char *said, char *const *names, size_t count,
                                    const char **tenant, qkv_error *error) {
   QKV_TRY(qkvi_request_tenant(call, said, tenant, error));
-  if (count > QKVI_OBJECT_NAMES_MAX)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "objects has %zu entries, at most %d", count, QKVI_OBJECT_NAMES_MAX);
+  if (count > QKVI_NAMES_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "objects has %zu entries, at most %d", count, QKVI_NAMES_MAX);
   for (size_t i = 0; i < count; i++) {
     if (qkv_name_check(names[i], "the name", error) != QKV_OK) return qkv_error_prefix(error, "objects[%zu]: ", i);
   }

@@ -6,8 +6,6 @@
 
 #include "server/auth/identity.h"
 
-enum { QKVI_OBJECT_NAMES_MAX = 16384 };
-
 // `*tenant` becomes the request's (server/auth/identity.h); `said` is its field. INVALID_ARGUMENT: an invalid tenant,
 // too many names, or an invalid one.
 qkv_status qkvi_object_names_check(const qkv_rpc_call *call, const char *said, char *const *names, size_t count,

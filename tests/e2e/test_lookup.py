@@ -40,7 +40,10 @@ def test_limits(stub):
         has(stub, ["a"] * 16385)
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "sessions[1]: the name"):
         has(stub, ["a", "no name"])
-    assert has(stub, ["a"] * 16384)[0] == [NONE] * 16384
+    for names in (["a"] * 16384, ["a" * 128] * 16384):
+        assert has(stub, names)[0] == [NONE] * 16384
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "request is ", "at most 2150400"):
+        has(stub, ["a" * 1024] * 2100)
 
 
 def test_a_touch_is_a_use(daemon, stub, make_cache):

@@ -195,6 +195,7 @@ def test_pieces_out_of_order(objects, name):
     assert put_raw(objects).objects == 0
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "objects has 16385 entries, at most 16384"):
         objects.has(*["a"] * 16385)
+    assert objects.has(*["a" * 128] * 16384) == [NONE] * 16384
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "objects[1]: the name"):
         objects.get("a", "b c")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "page_size is 1001"):
