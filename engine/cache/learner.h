@@ -26,7 +26,7 @@
 // stay exact, that the model codes without a calibration, or that its own policy keeps out, are not waited for; their
 // part is the data-free code.
 //
-// Moments and the sample take memory when the first page teaches them (qkv_moments_bytes: 100 MB for 32 layers with 8
+// Moments and the sample take memory when the first page teaches them (qkv_moments_bytes: 50 MB for 32 layers with 8
 // heads of 128; qkv_holdout_page_bytes: 50 MB), out of the budget for KV; where that is full, nothing is learnt or
 // tried. They go when no calibration is to follow: after the last one, until a drift, and where one has been brought
 // and tried. The queries that pages are watched with stay.

@@ -13,7 +13,7 @@
 // in its values and in other heads.
 //
 // Cost: per row of width d, d^2 / 2 multiply-adds; memory as qkv_moments_bytes says, about 4 d^2 bytes for each of
-// the three per layer and KV head: 100 MB for 32 layers with 8 heads of 128.
+// the three per layer and KV head: 50 MB for 32 layers with 8 heads of 128.
 //
 // Threads: different layers may be added to at the same time; the caller serializes the rest.
 #ifndef QKV_ENGINE_CODEC_MOMENTS_H
