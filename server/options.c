@@ -145,8 +145,8 @@ const qkv_option qkv_server_option_table[] = {
     {"recent-window", QKV_OPTION_INTEGER, AT(recent_window), "64", 0, 1048576, "TOKENS",
      "How many of the newest tokens are kept exact, not coded, where neither model nor session says."},
     {"sink-tokens", QKV_OPTION_INTEGER, AT(sink_tokens), "4", 0, QKV_SINK_TOKENS_MAX, "TOKENS",
-     "How many of a sequence's first tokens are coded with at least 8 bits a coordinate, where neither model nor "
-     "session says."},
+     "How many of a sequence's first tokens are coded with at least 8 bits a coordinate, or by ecsq with finer "
+     "steps, where neither model nor session says."},
     {"anchor", QKV_OPTION_STRING, AT(anchor), "none", 0, 0, "KIND",
      "What a page's rows are predicted by, so that only the difference is coded, where neither model nor session "
      "says: none; mean, of the page; group, the mean of 16 tokens; chain, the row before; auto, whichever errs "

@@ -33,9 +33,9 @@ FOLDERS = [
     # The worker tries a calibration as the engine does.
     ("client/worker/", ["engine/base/", "engine/codec/", "engine/cache/probation.h", "engine/cache/model.h", "proto/",
                         "client/", "qkv/v1/"]),
-    # libqkv decodes and codes pages as the daemon does.
     # qkvctl size asks a store in its own process what sessions take.
     ("client/cli/sizing.", ["engine/base/", "engine/codec/", "engine/cache/store.h", "storage/record.h", "client/"]),
+    # libqkv decodes and codes pages as the daemon does.
     ("client/c/", ["engine/base/", "engine/codec/", "engine/cache/page_code.h", "proto/", "client/", "qkv/v1/"]),
     ("client/", ["engine/base/", "engine/codec/", "proto/", "client/", "qkv/v1/"]),
 ]
