@@ -96,7 +96,6 @@ static grpc_channel *create_secure_channel(const qkv_client *client) {
                   {GRPC_ARG_KEEPALIVE_TIME_MS, KEEPALIVE_MS},
                   {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_MS},
                   {GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, RECONNECT_MS},
-                  {GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, RECONNECT_MS},
                   {GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, RECONNECT_MAX_MS}};
   enum { COUNT = sizeof integers / sizeof *integers };
   grpc_arg arguments[COUNT];

@@ -4,11 +4,13 @@ import contextlib
 import hashlib
 import json
 import os
+import queue
 import signal
 import socket
 import ssl
 import stat
 import subprocess
+import threading
 import time
 from multiprocessing import shared_memory
 
@@ -508,6 +510,55 @@ def test_client_certificates(authority, server, folder):
         answer = run(binary("qkvctl"), "--target", daemon.tcp, "sessions", "--json", "--tls-ca", authority.ca, "--tls-cert",
                      certificate, "--tls-key", key)
         assert json.loads(answer.splitlines()[0])["session"] == "hers"
+
+
+@contextlib.contextmanager
+def far_away(address, delay):
+    """An address whose bytes come and go with a delay of so many seconds, as on a long way."""
+    ends = []
+
+    def pump(source, sink):
+        waiting = queue.SimpleQueue()
+
+        def late():
+            with contextlib.suppress(OSError):
+                while True:
+                    at, data = waiting.get()
+                    time.sleep(max(at - time.monotonic(), 0))
+                    if not data:
+                        break
+                    sink.sendall(data)
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+
+        threading.Thread(target=late, daemon=True).start()
+        data = True
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            waiting.put((time.monotonic() + delay, data))
+
+    def accept(listener):
+        with contextlib.suppress(OSError):
+            while True:
+                pair = listener.accept()[0], socket.create_connection(tuple(address.rsplit(":", 1)), timeout=PATIENCE)
+                ends.extend(pair)
+                for source, sink in (pair, pair[::-1]):
+                    threading.Thread(target=pump, args=(source, sink), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        yield "127.0.0.1:%d" % listener.getsockname()[1]
+    for end in ends:
+        end.close()
+
+
+def test_tls_over_a_long_way(authority, server):
+    """A handshake takes several round trips: of 200 ms each."""
+    with Daemon("--tls-cert", server[0], "--tls-key", server[1]) as daemon, far_away(daemon.tcp, 0.1) as address:
+        run(binary("qkvctl"), "--target", address, "status", "--tls-ca", authority.ca)
 
 
 def test_tls_connections_that_say_nothing(authority, server):
