@@ -194,8 +194,11 @@ static int fill_session(const load_job *job) {
   for (size_t i = 0; i < job->count && code == 0; i++) code = append_layer(job, &job->layers[i], &progress, &error);
   qkv_progress_end(&progress);
   if (code == 0) return QKV_EXIT_OK;
-  (void)qkv_client_close_session(job->client, job->session, NULL, NULL);
-  return qkv_program_failed("%s (the session was closed again)", error.text);
+  qkv_call_error left = {0};
+  if (qkv_client_close_session(job->client, job->session, NULL, &left) == 0 || left.code == QKV_NOT_FOUND)
+    return qkv_program_failed("%s (the session was closed again)", error.text);
+  return qkv_program_failed("%s (session %s is incomplete and still to be closed: %.200s)", error.text, job->session,
+                            left.text);
 }
 
 static int report(const load_job *job, bool json) {

@@ -1,6 +1,7 @@
 #include "client/cli/output.h"
 
 #include <assert.h>
+#include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,6 +39,18 @@ static npy_part make_part(const char *directory, const qkv_safetensors_tensor *t
   return part;
 }
 
+// What a fetch that was killed has left is not this one's.
+static bool remove_leftovers(const char *directory) {
+  DIR *list = opendir(directory);
+  if (list == NULL) return false;
+  for (const struct dirent *entry; (entry = readdir(list)) != NULL;) {
+    const size_t length = strlen(entry->d_name);
+    if (length > 4 && strcmp(entry->d_name + length - 4, ".npy") == 0) (void)unlinkat(dirfd(list), entry->d_name, 0);
+  }
+  (void)closedir(list);
+  return rmdir(directory) == 0;
+}
+
 static qkv_status create_directory(qkvctl_output *output, const char *path, const qkv_safetensors_tensor *tensors,
                                    size_t count, qkv_error *error) {
   output->path = strdup(path);
@@ -47,8 +60,10 @@ static qkv_status create_directory(qkvctl_output *output, const char *path, cons
   if (access(path, F_OK) == 0) {
     return qkv_fail(error, QKV_ALREADY_EXISTS, "%s is there already; choose another directory", path);
   }
-  if (mkdir(output->partial, 0777) != 0 && errno != EEXIST) {
-    return qkv_fail(error, QKV_UNAVAILABLE, "%s: %s", output->partial, strerror(errno));
+  int reason = mkdir(output->partial, 0777) == 0 ? 0 : errno;
+  if (reason == EEXIST && remove_leftovers(output->partial)) reason = mkdir(output->partial, 0777) == 0 ? 0 : errno;
+  if (reason != 0) {
+    return qkv_fail(error, QKV_UNAVAILABLE, "%s: %s", output->partial, strerror(reason));
   }
   for (; output->count < count; output->count++) {
     output->parts[output->count] = make_part(output->partial, &tensors[output->count]);

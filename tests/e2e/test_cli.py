@@ -1,17 +1,22 @@
 """The command-line contract: qkvctl and qkv-worker as scripts use them."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
+import socket
 import struct
 import subprocess
+import threading
 
 import numpy as np
 import pytest
 
-from daemon import PATIENCE, SANITIZED, binary, clean_environment
-from kv import FP16, TIMEOUT
+from daemon import PATIENCE, SANITIZED, Daemon, binary, clean_environment
+from kv import FP16, FP32, TIMEOUT
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import model_pb2
 
 DATA = os.path.join(os.path.dirname(__file__), "..", "data", "tinylm")
 
@@ -167,6 +172,44 @@ def test_fetch_cleans_up_after_a_failure(daemon, stub, tmp_path):
 
 
 GENERATE = ["generate", "--model", DATA, "--prompt", os.path.join(DATA, "prompt.txt")]
+
+
+def test_load_into_a_daemon_that_dies(tmp_path):
+    """The session may be there again when the daemon is: it is not said to have been closed."""
+    layer = 8192 * 2 * 64 * 4
+    tensors = {"layers.0.k": (0, layer), "layers.0.v": (layer, 2 * layer)}
+    header = json.dumps({name: {"dtype": "F32", "shape": [8192, 2, 64], "data_offsets": place}
+                         for name, place in tensors.items()})
+    path = tmp_path / "rows.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * layer))
+    with Daemon() as daemon, socket.create_server(("127.0.0.1", 0)) as listener:
+        model = {"name": "m", "layers": 1, "kv_heads": 2, "q_heads": 2, "key_dim": 64, "value_dim": 64, "dtype": FP32}
+        daemon.stub().RegisterModel(model_pb2.RegisterModelRequest(model=model), timeout=TIMEOUT)
+
+        def relay():
+            near, far = listener.accept()[0], socket.create_connection(tuple(daemon.tcp.rsplit(":", 1)))
+
+            def back():
+                with contextlib.suppress(OSError):
+                    shutil.copyfileobj(far.makefile("rb", 0), near.makefile("wb", 0), 1)
+
+            threading.Thread(target=back, daemon=True).start()
+            count = 0
+            while count < 1 << 20:
+                data = near.recv(1 << 16)
+                count += len(data)
+                far.sendall(data)
+            listener.close()
+            daemon.kill()
+            near.shutdown(socket.SHUT_RDWR)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        target = "127.0.0.1:%d" % listener.getsockname()[1]
+        result = run("qkvctl", "load", str(path), "--session", "s", "--model", "m", "--timeout", "2s", "--target", target)
+        thread.join()
+        assert result.returncode == 1
+        assert "session s is incomplete and still to be closed" in result.stderr
 
 
 def test_generate_continues_the_prompt(daemon, stub):
