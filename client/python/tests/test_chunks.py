@@ -60,6 +60,17 @@ def test_any_form_comes_back(daemon, shape, dtype, rows):
     assert again.delete([name, "none"]) == [True, False] and chunks.has([name]) == [False]
 
 
+def test_health():
+    with Daemon() as daemon:
+        chunks = chunks_of(daemon)
+        assert chunks.healthy()
+        with daemon.stopped():
+            assert not chunks.healthy()
+        daemon.kill()
+        assert not chunks.healthy()
+        chunks.close()
+
+
 def test_many_at_once(daemon, monkeypatch):
     """Rows and bytes side by side, objects several to a call; one that does not fit is a miss by itself."""
     monkeypatch.setattr("qkvd.chunks.BATCH_BYTES", 25_000)

@@ -396,6 +396,37 @@ def test_a_named_session_begins_anew(client):
     client.session("anew").close()
 
 
+def test_no_session_is_left_behind(client):
+    """Where one of a batch has been closed by somebody else; the fixture looks."""
+    model, ids = small("llama"), torch.randint(1, 97, (3, 20))
+    for end in (QkvdCache.close, QkvdCache.reset):
+        with QkvdCache(client, model, model_name="behind") as cache, torch.no_grad():
+            model(ids, past_key_values=cache)
+            client.close_session(cache.sessions[0].name)
+            end(cache)
+            assert not list(client.sessions())
+
+
+def test_as_many_sessions_as_there_may_be():
+    """What does not fit leaves nothing behind, and can be tried again."""
+    model, ids = small("llama"), torch.randint(1, 97, (3, 20))
+    with Daemon("--limit-sessions", "4") as daemon, qkvd.Client(daemon.target) as client, torch.no_grad():
+        client.register_model(qkvd.Model(name="other", layers=1, kv_heads=1, q_heads=1, key_dim=16, value_dim=16))
+        others = [client.open(f"other/{i}", model="other") for i in range(2)]
+        with QkvdCache(client, model, model_name="small") as cache:
+            with pytest.raises(qkvd.ResourceExhausted):
+                model(ids, past_key_values=cache)
+            assert len(list(client.sessions())) == len(others)
+            for session in others:
+                session.close()
+            model(ids, past_key_values=cache)
+            with pytest.raises(qkvd.ResourceExhausted):
+                cache.batch_repeat_interleave(2)
+            assert [info.session for info in client.sessions()] == sorted(one.name for one in cache.sessions)
+            model(ids[:, :1], past_key_values=cache)
+        assert not list(client.sessions())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_daemon_killed_in_the_middle_of_a_text(tinylm, tmp_path, mode):
     """Calls under way are sent again to the one that follows it, which has the rows: nobody sees that it was gone."""

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 from qkvd.arrays import Array, as_numpy
-from qkvd.errors import AlreadyExists, DataLoss, Error, InvalidArgument, NotFound, Unavailable, Unimplemented
+from qkvd.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    Error,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    Unimplemented,
+)
 from qkvd.model import Model
 from qkvd.prefixes import Breaker, Options
 
@@ -283,7 +292,7 @@ class Chunks:
         """Whether the daemon answers."""
         try:
             self.client.models(timeout=self.options.lookup_timeout)
-        except Unavailable:
+        except (Unavailable, DeadlineExceeded):
             return False
         except Error:
             return True

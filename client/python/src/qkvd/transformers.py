@@ -21,11 +21,12 @@ transformers 4.57 to 5.23; what differs between them is at the end of this file.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -153,10 +154,8 @@ class QkvdCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drops all rows; the batch may be another one afterwards."""
-        rows = self._rows[:]
+        _close_all(self._rows)
         self._rows.clear()
-        for row in rows:
-            row.session.close()
         self._made = 0  # the names are free again: a named sequence begins anew under its own
         self._unattended = None
         for layer in self._attention:
@@ -253,8 +252,15 @@ class QkvdCache(Cache):  # type: ignore[misc]
                 rope=configs.rope_of(self._config),
             )
         )
-        for _ in range(key.shape[0]):
-            self._rows.append(Row(self._open_session()))
+        try:
+            for _ in range(key.shape[0]):
+                self._rows.append(Row(self._open_session()))
+        except BaseException:  # all of them or none: the next try begins anew
+            with contextlib.suppress(Error):
+                _close_all(self._rows)
+                self._made = 0
+            self._rows.clear()
+            raise
 
     def _next_name(self) -> str:
         self._made += 1
@@ -270,16 +276,22 @@ class QkvdCache(Cache):  # type: ignore[misc]
             raise self._astray()
         old = self._rows[:]
         taken: set[int] = set()
-        rows = []
-        for index in indices:
-            rows.append(old[index] if index not in taken else self._copy(old[index]))
-            taken.add(index)
+        rows: list[Row] = []
+        forks: list[Row] = []
+        try:
+            for index in indices:
+                if index in taken:
+                    forks.append(self._copy(old[index]))
+                rows.append(forks[-1] if index in taken else old[index])
+                taken.add(index)
+        except BaseException:  # the batch stays as it was
+            with contextlib.suppress(Error):
+                _close_all(forks)
+            raise
         self._rows[:] = rows
-        for index, row in enumerate(old):
-            if index not in taken:
-                row.session.close()
         for layer in self._states:
             LinearAttentionLayer.reorder_cache(layer, torch.tensor(indices))
+        _close_all([row for index, row in enumerate(old) if index not in taken])
 
     def _copy(self, source: Row) -> Row:
         """A sequence of the same rows, which the daemon holds once until the two differ."""
@@ -301,10 +313,16 @@ class QkvdCache(Cache):  # type: ignore[misc]
         )
 
 
+def _close_all(rows: Sequence[Row], timeout: float | None = None) -> None:
+    """Closes their sessions. One that the daemon does not have any more is closed."""
+    for row in rows:
+        with contextlib.suppress(NotFound):
+            row.session.close(timeout=timeout)
+
+
 def _close(client: Client, rows: list[Row], own: bool, named: bool) -> None:
     try:
-        for row in rows if not named else ():
-            row.session.close(timeout=5)
+        _close_all(rows if not named else (), timeout=5)
     except Error:
         pass  # a daemon that is gone has nothing to be closed
     finally:
