@@ -1,6 +1,7 @@
 """AsyncClient against a real daemon: the same calls, awaited."""
 
 import asyncio
+import sys
 
 import numpy as np
 import pytest
@@ -151,3 +152,48 @@ def test_another_loop(daemon):
         asyncio.run(client.status())
     loop.run_until_complete(client.close())
     loop.close()
+
+
+def test_a_watch_of_a_daemon_that_says_nothing(run, daemon, monkeypatch):
+    monkeypatch.setattr("qkvd.calls.WATCH_PATIENCE", 0.5)
+
+    async def work(client):
+        watch = client.watch()
+        assert (await anext(watch)).reset
+        with daemon.stopped(), pytest.raises(qkvd.DeadlineExceeded, match=r"Watch was not answered within 0.5 s"):
+            async for _ in watch:
+                pass
+
+    run(work, timeout=0.2)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a task does not tell whether it is cancelled")
+def test_a_client_is_closed_under_a_call(run, daemon):
+    """Who waits for the call is not cancelled with it."""
+
+    item = qkvd.Item(session="none", q=np.zeros((1, Q_HEADS, DIM), np.float32))
+
+    async def work(client):
+        await client.status()
+        with daemon.stopped():
+            waiting = asyncio.create_task(client.session_info("none"))
+            step = asyncio.create_task(client.decode().attend([item]))
+            await asyncio.sleep(0.2)
+            await client.close()
+            for task in (waiting, step):
+                with pytest.raises(qkvd.Cancelled, match="the client was closed"):
+                    await task
+
+    run(work)
+
+
+def test_a_task_is_cancelled_under_a_call(run, daemon):
+    async def work(client):
+        with daemon.stopped():
+            waiting = asyncio.create_task(client.session_info("none"))
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    run(work)

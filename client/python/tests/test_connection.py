@@ -120,6 +120,38 @@ def test_streams_that_do_not_begin_are_not_counted(client, session, queries, mon
     assert calls_under_way._streams == 0
 
 
+def test_a_watch_of_a_daemon_that_says_nothing(daemon, monkeypatch):
+    monkeypatch.setattr("qkvd.calls.WATCH_PATIENCE", 0.5)
+    with qkvd.Client(daemon.target, timeout=0.2) as client:
+        watch = client.watch()
+        assert next(watch).reset
+        time.sleep(1)  # in which nobody waits for a message
+        with daemon.stopped(), pytest.raises(qkvd.DeadlineExceeded, match=r"Watch was not answered within 0.5 s"):
+            for _ in watch:
+                pass
+    assert calls_under_way._streams == 0
+
+
+def test_a_client_is_closed_under_a_call(daemon):
+    for call in (lambda client: client.close_session("none"), lambda client: client.session_info("none")):
+        with daemon.stopped():
+            client, failures = qkvd.Client(daemon.target), []
+
+            def work(client=client, call=call, failures=failures):
+                try:
+                    call(client)
+                except qkvd.Error as error:
+                    failures.append(error)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            wait_for(lambda: calls_under_way._running == 1, "no call is under way")
+            time.sleep(0.1)
+            client.close()
+            thread.join()
+        assert [type(failure) for failure in failures] == [qkvd.Cancelled]
+
+
 LARGE = {  # calls whose messages are more than a socket takes from a daemon that does not read
     "append": lambda client, rows: client.append([qkvd.Item(session="s", k=rows, v=rows, position=0)], timeout=0.2),
     "attend": lambda client, rows: client.attend([qkvd.Item(session="s", k=rows, v=rows, position=0)], timeout=0.2),

@@ -27,6 +27,7 @@ from qkvd.waits import GRACE
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class AsyncClient:
@@ -85,7 +86,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection. Sessions stay open in the daemon."""
+        """Closes the connection. Sessions stay open in the daemon. Calls that are under way end with Cancelled."""
         self._closed = True
         channel, self._channel, self._stubs = self._channel, None, {}
         if channel is not None:
@@ -233,11 +234,12 @@ class AsyncClient:
         read = calls.reader(kv_cache_pb2.WatchResponse)
         stub = (await self._at(None))._stub("unary_stream", calls.CACHE + "Watch")
         answers = stub(request, metadata=self._connection.metadata_of(None))
+        patience = max(self._connection.timeout, calls.WATCH_PATIENCE)
         try:
-            async for answer in answers:
+            while (answer := await self._answer(answers.read(), patience, "Watch", patience)) is not _END:
                 yield read(answer)
         except grpc.RpcError as error:
-            raise errors.of_call(error, "Watch", self._connection.timeout) from None
+            raise errors.of_call(error, "Watch", None) from None
         finally:
             answers.cancel()
 
@@ -447,6 +449,16 @@ class AsyncClient:
         except asyncio.TimeoutError:
             seconds = self._connection.timeout if timeout is None else timeout
             raise calls.late(method.rpartition("/")[2], seconds) from None
+        except asyncio.CancelledError:
+            self._check_closed()
+            raise
+
+    def _check_closed(self) -> None:
+        """What grpc.aio calls cancelled is the task, unless the client has been closed under a call. (Python 3.10 does not
+        tell.)"""
+        cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
+        if self._closed and not cancels:
+            raise errors.Cancelled("the client was closed") from None
 
     async def _call(self, call: Call[T], timeout: float | None) -> T:
         if self._daemons:
@@ -493,11 +505,11 @@ class AsyncClient:
             left = backoff.left()
             answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
             try:
-                first = await self._answer(answers.read(), left, method, timeout)
-                while first is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                answer = await self._answer(answers.read(), left, method, timeout)
+                while answer is not _END:
                     began = True
-                    yield first
-                    first = await answers.read()
+                    yield answer
+                    answer = await self._answer(answers.read(), backoff.left(), method, timeout)
                 return
             except grpc.RpcError as error:
                 await self._wait(backoff, error, method, timeout, repeat=not began)
@@ -560,7 +572,7 @@ class AsyncDecodeStream:
                 stub = self._client._stub("stream_stream", calls.CACHE + "Decode")
                 self._call = stub(metadata=self._client._connection.metadata_of(self._key))
             answer = await asyncio.wait_for(self._exchange(message), seconds)
-            if answer is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            if answer is not _END:
                 return bytes(answer)
             self._fail(errors.Unavailable("the daemon has ended the decode stream"))
         except asyncio.TimeoutError:
@@ -569,6 +581,7 @@ class AsyncDecodeStream:
             self._fail(errors.of_call(error, "Decode", None))
         except asyncio.CancelledError:
             self._fail(errors.Cancelled("a step of the decode stream was cancelled"))
+            self._client._check_closed()
             raise
         assert self._failure is not None
         raise self._failure

@@ -25,6 +25,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 CACHE, ADMIN = "/qkv.v1.KvCache/", "/qkv.v1.Admin/"
+WATCH_PATIENCE = 30.0  # seconds, at least: a watch has a message every ten
 PURPOSES = {"attend": kv_cache_pb2.PURPOSE_ATTEND, "fetch": kv_cache_pb2.PURPOSE_FETCH}
 DURABILITIES = {
     None: kv_cache_pb2.DURABILITY_UNSPECIFIED,

@@ -296,19 +296,22 @@ class Client:
         The first has `reset`: forget all, a snapshot begins, which ends with `complete`. It comes again with `missed` where
         the reader was too slow. instance, after: `instance` and `sequence` of the last message of a watch before, which
         goes on there if the daemon still knows what has happened since. Unavailable: the daemon stops, or is gone.
-        ResourceExhausted: `limit-watchers`.
+        DeadlineExceeded: no message came for the client's `timeout`, or for 30 s where that is longer. ResourceExhausted:
+        `limit-watchers`.
         """
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
         stub = self._at(None)._stub("unary_stream", calls.CACHE + "Watch")
         answers = stub(request, metadata=self._connection.metadata_of(None))
         calls_under_way.stream_begins()
+        silence = waits.Silence(answers, max(self._connection.timeout, calls.WATCH_PATIENCE))
         try:
-            for answer in answers:
+            for answer in silence.heard():
                 yield read(answer)
         except grpc.RpcError as error:
-            raise errors.of_call(error, "Watch", self._connection.timeout) from None
+            raise silence.error("Watch") or errors.of_call(error, "Watch", None) from None
         finally:
+            silence.end()
             answers.cancel()
             calls_under_way.stream_ends()
 

@@ -132,6 +132,8 @@ def of_call(error: grpc.RpcError, method: str, timeout: float | None) -> Error:
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         text = f"{method.rpartition('/')[2]} was not answered within {timeout:g} s"
+    if code is grpc.StatusCode.CANCELLED and text.startswith("Channel closed"):
+        return Cancelled("the client was closed")
     if code is grpc.StatusCode.CANCELLED and not text.startswith("Locally cancelled"):
         return Unavailable("the daemon has ended the call, as it does when it stops")  # calls that came too late
     return CLASSES.get(code, Unknown)(text)

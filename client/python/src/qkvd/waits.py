@@ -9,6 +9,8 @@ for longer than a second.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -59,3 +61,43 @@ class Watch(threading.Timer):
     def error(self, method: str, timeout: float) -> DeadlineExceeded | None:
         """Why the call has failed, where it was this watch."""
         return late(method.rpartition("/")[2], timeout) if self._late else None
+
+
+class Silence:
+    """Cancels a stream without a deadline whose messages do not come any more: its peer may be gone without a word. Until
+    `end`. The time between two messages that nobody waits for does not count."""
+
+    def __init__(self, answers: Any, patience: float):
+        self._answers = answers
+        self._patience = patience
+        self._deadline = float("inf")
+        self._late = False
+        self._ended = threading.Event()
+
+    def heard(self) -> Iterator[Any]:
+        """The messages."""
+        threading.Thread(target=self._watch, name="qkvd-silence", daemon=True).start()
+        while True:
+            self._deadline = time.monotonic() + self._patience
+            try:
+                message = next(self._answers)
+            except StopIteration:
+                return
+            finally:
+                self._deadline = float("inf")
+            yield message
+
+    def end(self) -> None:
+        """Looks no more."""
+        self._ended.set()
+
+    def error(self, method: str) -> DeadlineExceeded | None:
+        """Why the stream has failed, where it was this."""
+        return late(method, self._patience) if self._late else None
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(self._patience / 10, 1.0)):
+            if time.monotonic() > self._deadline:
+                self._late = True
+                self._answers.cancel()
+                return
