@@ -242,7 +242,7 @@ void qkv_client_unshare(qkv_client *client, void **memory) {
     qkvi_share *share = *place;
     if (share->data != *memory) continue;
     *place = share->next;
-    if (share->registered) withdraw(client, share);
+    if (share->announced) withdraw(client, share);  // also where the connection is a new one
     drop(share);
     break;
   }

@@ -16,6 +16,7 @@
 
 #include <cmocka.h>
 
+#include "client/c/client.h"
 #include "client/c/qkv.h"
 #include "engine/base/status.h"
 #include "qkv/v1/admin.pb-c.h"
@@ -240,6 +241,22 @@ static void a_daemon_that_starts_anew_gets_to_know_it(void **state) {
   qkv_client_close(&client);
   assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
   fixture_remove_directory(folder);
+}
+
+// What a daemon maps is given back over a new connection to it, too.
+static void a_connection_is_cut(void **state) {
+  (void)state;
+  qkv_call_error error = {0};
+  void *memory = NULL;
+  fixture_daemon *daemon = start();
+  qkv_client *client = connect_to(daemon->unix_address);
+  ok(qkv_client_share(client, BYTES, &memory, &error), &error);
+  qkvi_cut(client);
+  assert_int_equal(metric(client, "qkvd_client_shm_regions"), 1);
+  qkv_client_unshare(client, &memory);
+  assert_int_equal(metric(client, "qkvd_client_shm_regions"), 0);
+  qkv_client_close(&client);
+  assert_int_equal(fixture_stop(&daemon, SIGTERM, FIXTURE_PATIENCE_MS), 0);
 }
 
 static void who_may_not(void **state) {
@@ -515,6 +532,7 @@ int main(void) {
       cmocka_unit_test(layers_and_parts),
       cmocka_unit_test(queries_and_gaps),
       cmocka_unit_test(a_daemon_that_starts_anew_gets_to_know_it),
+      cmocka_unit_test(a_connection_is_cut),
       cmocka_unit_test(who_may_not),
       cmocka_unit_test(a_client_is_closed_while_the_daemon_is_stopped),
       cmocka_unit_test(signals_while_descriptors_are_passed),
