@@ -184,6 +184,7 @@ static qkv_status resolve(const qkvi_target *target, int64_t timeout_ms, struct 
     return qkv_fail(error, QKV_UNAVAILABLE, "the host's name was not resolved within %lld ms", (long long)timeout_ms);
   }
   const int failure = name->failure;
+  *retry = failure == EAI_AGAIN;
   *addresses = name->addresses;
   name->addresses = NULL;
   free_lookup(name);
