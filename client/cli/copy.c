@@ -155,6 +155,9 @@ static int copy(copy_job *job, const qkvctl_values *values, const char *session)
   if (qkvi_coded_session_get(job->from, session, &job->source, &error) != 0 ||
       qkvctl_source_ids(job->from, session, &job->ids, &job->id_count, &error) != 0)
     return qkv_program_failed("%s", error.text);
+  if (job->source.info->n_lengths != job->source.model->model->layers)
+    return qkv_program_failed("session %s has %zu layers, its model has %" PRIu32, session,
+                              job->source.info->n_lengths, job->source.model->model->layers);
   const qkvctl_target_config config = {.client = job->to,
                                        .session = values->session != NULL ? values->session : session,
                                        .model = job->source.model->model,

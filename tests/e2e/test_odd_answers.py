@@ -100,6 +100,9 @@ def test_keys_without_values(odd, daemon):
     k = tensor_pb2.Tensor(dtype=FP16, dims=[10, 1, 16], data=bytes(320))
     odd.will("Fetch", [kv.FetchResponse(layer=0, position=0, k=k)])
     fails(odd, "copy", "s", "--to", daemon.target, text="do not belong together")
+    info.lengths[:] = [0, 10, 10]
+    odd.will("GetSession", info)
+    fails(odd, "copy", "s", "--to", daemon.target, text="session s has 3 layers, its model has 1")
 
 
 def test_a_list_without_end(odd):
