@@ -1,6 +1,7 @@
 """SGLang's storage factory, its own host pool and its failure injection, with pages in a real daemon."""
 
 import hashlib
+import time
 
 import pytest
 from daemon import Daemon, wait_for
@@ -269,6 +270,25 @@ def test_a_daemon_killed_in_the_middle_of_a_load(settings):
         again = places(pool, range(10))
         wait_for(lambda: all(store.batch_set_v1(keys, again, after([]))), "the daemon is not used again")
         assert all(store.batch_get_v1(keys, places(pool, range(20, 30)), after([])))
+        store.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"opaque": True}])
+def test_a_daemon_that_does_not_answer_is_left_alone(settings):
+    """What SGLang saves waits for it once, and not again for each batch: its pages cannot leave their pool meanwhile."""
+    pool = host_pool()
+    keys = chain(6, "silent")
+    with Daemon() as daemon:
+        store = backend(daemon, pool, "silent", timeout=1.0, **settings)
+        assert all(store.batch_set_v1(keys[:2], places(pool, [0, 1]), after([])))
+        with daemon.stopped():
+            took = []
+            for known in (2, 4):
+                begin = time.monotonic()
+                pages = places(pool, [known, known + 1])
+                assert not any(store.batch_set_v1(keys[known : known + 2], pages, after(keys[:known])))
+                took.append(time.monotonic() - begin)
+        assert took[0] > 0.9 > 0.5 > took[1]
         store.close()
 
 

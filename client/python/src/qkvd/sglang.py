@@ -129,7 +129,7 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
             return [count == len(keys)] * len(keys)
         chain = self._chain(keys, extra_info)
         done = False
-        if chain is not None:
+        if chain is not None and not self._left_alone():
             try:
                 self._set(chain, len(chain) - len(keys), host_indices)
                 done = True
@@ -139,14 +139,19 @@ class QkvdHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _tried(self, call: Callable[[OpaquePages], int], failure: str) -> int:
         """What the call gives; 0 where it fails."""
-        assert self._opaque is not None and self._prefixes is not None
-        if self._prefixes.breaker.open():
+        assert self._opaque is not None
+        if self._left_alone():
             return 0
         try:
             return call(self._opaque)
         except Error as error:
             logger.warning("%s: %s", failure, error)
             return 0
+
+    def _left_alone(self) -> bool:
+        """Whether the daemon has not answered a moment ago."""
+        assert self._prefixes is not None
+        return self._prefixes.breaker.open()
 
     def exists(self, key: str) -> bool:
         """Never: a page by itself is not found."""
