@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "client/c/message.h"
+#include "client/cli/cli.h"
 #include "engine/codec/page.h"
 
 // Pages of one message: small enough for any daemon's limit-message, large enough to be quick.
@@ -138,6 +139,25 @@ static qkv_code take_session(qkvctl_target *target, const Qkv__V1__SessionInfo *
   return 0;
 }
 
+// Whether the session there is one of the same tokens, as far as both know them: what is copied would go behind
+// others.
+static qkv_code check_ids(const qkvctl_target *target, qkv_call_error *error) {
+  const size_t known = target->config.token_count;
+  uint32_t *ids = NULL;
+  size_t count = 0, same = 0;
+  if (known == 0) return 0;
+  qkv_code code = qkvctl_source_ids(target->config.client, target->config.session, &ids, &count, error);
+  while (same < count && same < known && ids[same] == target->config.token_ids[same]) same++;
+  if (code == 0 && same < count && same < known) {
+    code = QKV_FAILED_PRECONDITION;
+    fail(error, code,
+         "the target's session %s has another token at position %zu; truncate it to %zu, or close it, and copy again",
+         target->config.session, same, same / QKV_PAGE_TOKENS * QKV_PAGE_TOKENS);
+  }
+  free(ids);
+  return code;
+}
+
 static qkv_code find_session(qkvctl_target *target, qkv_call_error *error) {
   Qkv__V1__GetSessionRequest request = QKV__V1__GET_SESSION_REQUEST__INIT;
   ProtobufCMessage *answer = NULL;
@@ -148,6 +168,8 @@ static qkv_code find_session(qkvctl_target *target, qkv_call_error *error) {
   if (code == QKV_NOT_FOUND) {
     code = open_session(target, &answer, error);
     there = code == 0 ? ((const Qkv__V1__OpenSessionResponse *)answer)->info : NULL;
+  } else if (code == 0) {
+    code = check_ids(target, error);
   }
   if (code == 0) code = take_session(target, there, error);
   if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);

@@ -33,7 +33,7 @@ typedef struct qkvctl_target_config {
 } qkvctl_target_config;
 
 // Registers the model and opens the session where they are not there. ALREADY_EXISTS: the target has another model,
-// or another session, of the name. `*out` is NULL on failure.
+// or another session, of the name. FAILED_PRECONDITION: a session of other tokens. `*out` is NULL on failure.
 qkv_code qkvctl_target_open(const qkvctl_target_config *config, qkvctl_target **out, qkv_call_error *error);
 void qkvctl_target_close(qkvctl_target **target);
 

@@ -256,6 +256,28 @@ def test_a_copy_is_matched(daemon, other, cut):
     assert matched(moved.stub, cache, ids) == (cache.name, 448)
 
 
+def test_a_session_that_has_changed_since_it_was_copied(daemon, other, tmp_path):
+    """Its new rows do not go behind the old ones of the target."""
+    cache, ids = with_ids(daemon, "changed")
+    moved = Moved(cache, other)
+    copy(daemon, cache, other)
+    cache.stub.Truncate(kv.TruncateRequest(session=cache.name, position=100), timeout=TIMEOUT)
+    anew = ids[:100] + [id + 1 for id in ids[100:]] + [7] * 100
+    for layer in range(3):
+        cache.append(100, *cache.rows(len(anew) - 100), layer=layer, token_ids=anew[100:])
+    path = str(tmp_path / "changed.qkvs")
+    save(daemon, cache, path)
+    for command in (["copy", cache.name, "--to", other.target, "--target", daemon.target],
+                    ["load", path, "--target", other.target]):
+        result = run("qkvctl", *command)
+        assert result.returncode == 1 and "has another token at position 100; truncate it to 64" in result.stderr
+    assert read_ids(moved) == ids
+    moved.stub.Truncate(kv.TruncateRequest(session=cache.name, position=64), timeout=TIMEOUT)
+    copy(daemon, cache, other)
+    assert_same(cache, moved)
+    assert read_ids(moved) == anew
+
+
 def save(daemon, cache, path):
     json_lines("qkvctl", "fetch", cache.name, "--coded", "--output", path, "--target", daemon.target)
 
