@@ -174,6 +174,21 @@ def test_fetch_cleans_up_after_a_failure(daemon, stub, tmp_path):
 GENERATE = ["generate", "--model", DATA, "--prompt", os.path.join(DATA, "prompt.txt")]
 
 
+def test_fetch_after_one_that_was_killed(daemon, make_cache, tmp_path):
+    """What that has left does not get into the next one's directory."""
+    cache = make_cache(layers=1, dtype=FP16)
+    cache.append(0, *cache.rows(70))
+    fetch = ["fetch", cache.name, "--format", "npy", "--target", daemon.target, "--output"]
+    for name, left in (("a", "layers.7.k.npy"), ("b", "notes")):
+        (tmp_path / f"{name}.partial").mkdir()
+        (tmp_path / f"{name}.partial" / left).write_bytes(b"left")
+    assert run("qkvctl", *fetch, str(tmp_path / "a")).returncode == 0
+    assert sorted(os.listdir(tmp_path / "a")) == ["layers.0.k.npy", "layers.0.v.npy"]
+    result = run("qkvctl", *fetch, str(tmp_path / "b"))
+    assert result.returncode == 1 and "b.partial: File exists" in result.stderr
+    assert os.listdir(tmp_path / "b.partial") == ["notes"]
+
+
 def test_load_into_a_daemon_that_dies(tmp_path):
     """The session may be there again when the daemon is: it is not said to have been closed."""
     layer = 8192 * 2 * 64 * 4

@@ -345,27 +345,6 @@ static void test_fetch_npy(void **state) {
   assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("c"), "--format", "npy", "--dtype", "bf16"), 2);
 }
 
-// What a fetch that was killed has left does not get into the next one's directory.
-static void test_fetch_npy_after_one_that_was_killed(void **state) {
-  (void)state;
-  assert_int_equal(mkdir(in_directory("again.partial"), 0777), 0);
-  FILE *left = fopen(in_directory("again.partial/layers.7.k.npy"), "wb");
-  assert_non_null(left);
-  assert_int_equal(fclose(left), 0);
-  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("again"), "--format", "npy", "--dtype", "fp32"),
-                   0);
-  assert_true(exists("again/layers.0.k.npy"));
-  assert_false(exists("again/layers.7.k.npy"));
-  assert_int_equal(mkdir(in_directory("other.partial"), 0777), 0);
-  left = fopen(in_directory("other.partial/notes"), "wb");
-  assert_non_null(left);
-  assert_int_equal(fclose(left), 0);
-  assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("other"), "--format", "npy", "--dtype", "fp32"),
-                   1);
-  assert_non_null(strstr(err, "other.partial: File exists"));
-  assert_true(exists("other.partial/notes"));
-}
-
 static void test_fetch_nothing(void **state) {
   (void)state;
   assert_int_equal(RUN("fetch", "chat-1", "--output", in_directory("n"), "--layers", "1"), 1);
@@ -707,7 +686,6 @@ int main(void) {
       WITH_SESSION(test_fetch),
       WITH_SESSION(test_fetch_a_part_heads_first),
       WITH_SESSION(test_fetch_npy),
-      WITH_SESSION(test_fetch_npy_after_one_that_was_killed),
       WITH_SESSION(test_fetch_nothing),
       WITH_SESSION(test_load),
       WITH_SESSION(test_load_with_tiers),
