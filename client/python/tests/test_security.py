@@ -1,6 +1,7 @@
 """Mutual TLS and tokens against a real daemon, by the client and by what connectors share."""
 
 import logging
+import os
 import subprocess
 import time
 
@@ -102,6 +103,18 @@ def test_connectors(daemon, rows, way):
     assert np.array_equal(piece.k.transpose(1, 0, 2), k)
     assert prefixes.put_pages({name: k}) == 1
     prefixes.close()
+
+
+def test_a_token_file_in_the_middle_of_being_written(tmp_path, monkeypatch):
+    """What could not be read is read again, though the file's time is the same: clocks of file systems are coarse."""
+    monkeypatch.setattr("qkvd.connection.TOKEN_FILE_SECONDS", 0)
+    path = tmp_path / "token"
+    path.write_text("old")
+    file = qkvd.connection.TokenFile(path)
+    for text, token in (("", "old"), ("new", "new")):
+        path.write_text(text)
+        os.utime(path, ns=(10**18, 10**18))
+        assert file.token() == token
 
 
 @pytest.mark.parametrize("by_libqkv", [False, True])

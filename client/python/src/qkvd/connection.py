@@ -94,9 +94,9 @@ class TokenFile:
             self._next = time.monotonic() + TOKEN_FILE_SECONDS
             written = self._written()
             if written is not None and written != self._seen:
-                self._seen = written
-                with contextlib.suppress(InvalidArgument):
+                with contextlib.suppress(InvalidArgument):  # it may be in the middle of being written, and counts as unread
                     self._token = _checked_token(self._read())
+                    self._seen = written
         return self._token
 
 
