@@ -1,6 +1,7 @@
 """Connections: deadlines, repeats, a daemon that goes and comes back, threads, fork(), TLS and tokens."""
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -76,6 +77,20 @@ def test_deadline(daemon, model, session):
             for _ in range(2):
                 with pytest.raises(qkvd.DeadlineExceeded, match=r"Decode was not answered within 0.2 s"):
                     stream.attend([item], timeout=0.2)
+
+
+def test_endless_patience(daemon, name, model, rows, queries):
+    with qkvd.Client(daemon.target, timeout=math.inf) as client, client.open(name, model=model.name) as session:
+        session.append(0, *rows(1000))
+        assert len(session.fetch(0)[0]) == 1000 and client.status().state == "serving"
+        with client.decode() as stream:
+            stream.attend([qkvd.Item(session=name, q=queries(1))], timeout=math.inf)
+
+    async def work():
+        async with qkvd.AsyncClient(daemon.target, timeout=math.inf) as client:
+            return await client.status()
+
+    assert asyncio.run(work()).state == "serving"
 
 
 def test_an_interrupted_step_ends_the_decode_stream(daemon, client, session, rows, queries):

@@ -25,6 +25,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 CACHE, ADMIN = "/qkv.v1.KvCache/", "/qkv.v1.Admin/"
+TIMEOUT_MOST = 2e6  # seconds
 WATCH_PATIENCE = 30.0  # seconds, at least: a watch has a message every ten
 PURPOSES = {"attend": kv_cache_pb2.PURPOSE_ATTEND, "fetch": kv_cache_pb2.PURPOSE_FETCH}
 DURABILITIES = {
@@ -96,10 +97,10 @@ class Backoff:
 
 
 def checked_timeout(timeout: float) -> float:
-    """A number of seconds above 0, or InvalidArgument."""
+    """A number of seconds above 0, or InvalidArgument. Infinity and what gRPC could not count with is TIMEOUT_MOST."""
     if not timeout > 0:
         raise InvalidArgument(f"timeout is {timeout}, it is a number of seconds above 0")
-    return float(timeout)
+    return min(float(timeout), TIMEOUT_MOST)
 
 
 class Outgoing:
