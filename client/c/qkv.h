@@ -24,8 +24,9 @@
 // library that it runs with. From the first release on, what is declared here keeps its form as long as libqkv.so
 // keeps its number.
 //
-// Threads: a client is used by one thread at a time; different clients are independent. A child of fork() uses no
-// client of its parent's, and makes none where the parent has had one: gRPC's threads stay behind.
+// Threads: a client is used by one thread at a time; different clients are independent. A function that a call is
+// given, for rows or other parts of an answer, does not use the client of that call. A child of fork() uses no client
+// of its parent's, and makes none where the parent has had one: gRPC's threads stay behind.
 #ifndef QKV_CLIENT_C_QKV_H
 #define QKV_CLIENT_C_QKV_H
 
@@ -522,8 +523,7 @@ qkv_code qkv_client_fetch_into(qkv_client *client, const qkv_client_fetch *reque
 // ---- coded pages ----
 
 // What a coded fetch gives, in order of layers and positions: sealed rows as pages, the exact rows behind them as in
-// qkv_client_fetch_rows. The data is valid during the call of the function only; one that returns false cancels. The
-// functions do not use the client.
+// qkv_client_fetch_rows. The data is valid during the call of the function only; one that returns false cancels.
 typedef struct qkv_client_coded_receiver {
   bool (*page)(void *context, const qkv_client_page *page);
   bool (*rows)(void *context, const qkv_client_rows *rows);
