@@ -55,6 +55,25 @@ def test_bad_targets():
         client.session_info("s")
 
 
+def test_threads_whose_calls_wait_for_one_do_not_keep_the_others():
+    """Each of them has the items of the daemon that answers."""
+    threads = 12
+    with Daemon() as mute, Daemon() as well, futures.ThreadPoolExecutor(threads) as pool:
+        with qkvd.Client(f"{mute.target},{well.target}", timeout=2) as client:
+            client.register_model(MODEL)
+            items = []
+            for name in SESSIONS[:12]:
+                client.open(name, model="m")
+                items.append(qkvd.Item(session=name, q=np.zeros((1, Q_HEADS, DIM), np.float32)))
+            held = {info.session for info in client.daemons[well.target].sessions()}
+            assert 0 < len(held) < len(items)
+            with mute.stopped():
+                batches = [one.result() for one in [pool.submit(client.attend, items) for _ in range(threads)]]
+        for results in batches:
+            for item, result in zip(items, results, strict=True):
+                assert isinstance(result.error, qkvd.DeadlineExceeded) == (item.session not in held)
+
+
 def test_silent_daemons_take_the_time_of_one():
     """Those that take connections and say nothing, before one that answers."""
 

@@ -26,8 +26,12 @@ T = TypeVar("T")
 Groups = list[tuple[list[int], T | errors.Error]]  # places of what was asked, and the answer to them
 
 
+CALLERS = 64  # threads of the program whose batches do not wait for each other's
+
+
 class Threads:
-    """One for each daemon, where a batch goes to several at once. A child of fork() has its own."""
+    """Those that a batch needs besides its caller's, where it goes to several daemons at once. A child of fork() has its
+    own."""
 
     def __init__(self, most: int):
         self._most = most
@@ -36,15 +40,17 @@ class Threads:
         self._lock = Lock()
 
     def map(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Their answers, in order."""
-        if len(works) == 1:
-            return [works[0]()]
+        """Their answers, in order. The last one is found by the caller's thread."""
+        if len(works) < 2:
+            return [work() for work in works]
         with self._lock:
             if self._pool is None or self._process != os.getpid():
                 self._process = os.getpid()
-                self._pool = futures.ThreadPoolExecutor(self._most, "qkvd-daemons")
+                self._pool = futures.ThreadPoolExecutor(CALLERS * self._most, "qkvd-daemons")  # made as they are needed
             pool = self._pool
-        return [one.result() for one in [pool.submit(work) for work in works]]
+        others = [pool.submit(work) for work in works[:-1]]
+        last = works[-1]()
+        return [*(one.result() for one in others), last]
 
     def close(self) -> None:
         """Ends them."""
