@@ -167,6 +167,33 @@ def test_a_client_is_closed_under_a_call(daemon):
         assert [type(failure) for failure in failures] == [qkvd.Cancelled]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, rows: client.status(),
+        lambda client, rows: client.put_object("o", b"x"),
+        lambda client, rows: client.append([qkvd.Item(session="s", k=rows, v=rows)]),
+        lambda client, rows: list(client.fetch_rows("s")),
+        lambda client, rows: next(client.watch()),
+        lambda client, rows: client.decode().attend([qkvd.Item(session="s", q=rows[:1])]),
+    ],
+)
+def test_a_client_is_closed_a_moment_before_a_call(daemon, call):
+    """By another thread, after the call has begun."""
+    client = qkvd.Client(daemon.target, native=False)
+    stub = client._stub
+
+    def begin(kind, method):
+        begun = stub(kind, method)
+        client.close()
+        return begun
+
+    client._stub = begin
+    with pytest.raises(qkvd.FailedPrecondition, match="the client is closed"):
+        call(client, np.zeros((3000, 2, DIM), np.float32))
+    assert calls_under_way._streams == 0
+
+
 LARGE = {  # calls whose messages are more than a socket takes from a daemon that does not read
     "append": lambda client, rows: client.append([qkvd.Item(session="s", k=rows, v=rows, position=0)], timeout=0.2),
     "attend": lambda client, rows: client.attend([qkvd.Item(session="s", k=rows, v=rows, position=0)], timeout=0.2),

@@ -301,15 +301,15 @@ class Client:
         """
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
-        stub = self._at(None)._stub("unary_stream", calls.CACHE + "Watch")
-        answers = stub(request, metadata=self._connection.metadata_of(None))
+        client = self._at(None)
+        answers = client._answers("unary_stream", calls.CACHE + "Watch", request, None)
         calls_under_way.stream_begins()
         silence = waits.Silence(answers, max(self._connection.timeout, calls.WATCH_PATIENCE))
         try:
             for answer in silence.heard():
                 yield read(answer)
         except grpc.RpcError as error:
-            raise silence.error("Watch") or errors.of_call(error, "Watch", None) from None
+            raise silence.error("Watch") or client._failure(error, "Watch", None) from None
         finally:
             silence.end()
             answers.cancel()
@@ -430,6 +430,9 @@ class Client:
                     return read(waits.answer(answer, left, "Append", self._seconds(timeout))).tokens
             except grpc.RpcError as error:
                 self._wait(backoff, error, "Append", timeout, repeat=True)
+            except ValueError:
+                self._check_open()
+                raise
 
     def attend(
         self,
@@ -458,9 +461,7 @@ class Client:
         if self._daemons:
             return several_sync.DecodeStreams(self)
         return DecodeStream(
-            lambda requests, key: self._stub("stream_stream", calls.CACHE + "Decode")(
-                requests, metadata=self._connection.metadata_of(key)
-            ),
+            lambda requests, key: self._answers("stream_stream", calls.CACHE + "Decode", requests, key),
             self._connection.timeout,
         )
 
@@ -575,7 +576,27 @@ class Client:
     def _wait(self, backoff: Backoff, error: grpc.RpcError, method: str, timeout: float | None, *, repeat: bool) -> None:
         """Waits until the call is sent again, or raises what it failed with."""
         timeout = self._connection.timeout if timeout is None else timeout
-        self._sleep(backoff.pause(errors.of_call(error, method, timeout), repeat))
+        self._sleep(backoff.pause(self._failure(error, method, timeout), repeat))
+
+    def _failure(self, error: grpc.RpcError, method: str, timeout: float | None) -> errors.Error:
+        """Why a call has failed."""
+        if self._closed and error.code() is grpc.StatusCode.CANCELLED:
+            return errors.Cancelled("the client was closed")
+        return errors.of_call(error, method, timeout)
+
+    def _check_open(self) -> None:
+        """After a ValueError, which is gRPC's for a channel that another thread has closed a moment before a call."""
+        if self._closed:
+            raise errors.FailedPrecondition("the client is closed") from None
+
+    def _answers(self, kind: str, method: str, request: Any, key: str | None, left: float | None = None) -> Any:
+        """A call whose answers are a stream."""
+        stub = self._stub(kind, method)
+        try:
+            return stub(request, timeout=left, metadata=self._connection.metadata_of(key))
+        except ValueError:
+            self._check_open()
+            raise
 
     def _call(self, call: Call[T], timeout: float | None) -> T:
         if self._daemons:
@@ -592,6 +613,9 @@ class Client:
                     return call.read(waits.answer(answer, left, call.method, self._seconds(timeout)))
             except grpc.RpcError as error:
                 self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
+            except ValueError:
+                self._check_open()
+                raise
 
     def _send(self, method: str, messages: Iterator[bytes], timeout: float | None, key: str | None) -> bytes:
         """A stream of messages and the daemon's answer; not repeated. An error of ours that `messages` raise is raised."""
@@ -607,7 +631,10 @@ class Client:
         except grpc.RpcError as error:
             if isinstance(outgoing.failure, errors.Error):
                 raise outgoing.failure from None
-            raise errors.of_call(error, method, seconds) from outgoing.failure
+            raise self._failure(error, method, seconds) from outgoing.failure
+        except ValueError:
+            self._check_open()
+            raise
 
     def _stream(self, method: str, request: bytes, timeout: float | None, key: str | None = None) -> Iterator[bytes]:
         """The messages of a server stream; sent again while none has come."""
@@ -617,9 +644,8 @@ class Client:
         backoff = self._backoff(timeout)
         began = False
         while True:
-            stub = self._stub("unary_stream", method)
             left = backoff.left()
-            answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
+            answers = self._answers("unary_stream", method, request, key, left)
             calls_under_way.stream_begins()
             watch = waits.Watch(answers, left)
             try:
