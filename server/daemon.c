@@ -281,23 +281,18 @@ void qkv_daemon_apply_quotas(qkv_daemon *daemon) {
   qkv_rpc_server_refresh_quotas(daemon->rpc);
 }
 
-// The most that one tenant without a quota may have of what `limit` counts: three quarters, so that one tenant alone
-// cannot keep out all others. Without an auth-file any client can call itself any tenant, and all is one tenant's.
-static int64_t tenant_part(const qkv_server_options *options, int64_t limit) {
-  return options->auth_file == NULL ? limit : limit - limit / 4;
-}
-
 static qkv_status read_quotas(qkv_daemon *daemon, qkv_error *error) {
   const qkv_server_options *options = daemon->options;
   char path[PATH_MAX];
   const bool own = options->quota_file == NULL && options->data_dir != NULL, bound = options->auth_file != NULL;
   if (own) (void)snprintf(path, sizeof path, "%s/quotas", options->data_dir);
-  const qkvi_quotas_config config = {.path = own ? path : options->quota_file,
-                                     .may_be_missing = own,
-                                     .host_bytes = (uint64_t)options->memory_budget,
-                                     .ssd_bytes = (uint64_t)options->storage_budget,
-                                     .sessions = bound ? tenant_part(options, options->limit_sessions) : 0,
-                                     .models = bound ? tenant_part(options, options->limit_models) : 0};
+  const qkvi_quotas_config config = {
+      .path = own ? path : options->quota_file,
+      .may_be_missing = own,
+      .host_bytes = (uint64_t)options->memory_budget,
+      .ssd_bytes = (uint64_t)options->storage_budget,
+      .sessions = bound ? qkv_server_options_tenant_part(options, options->limit_sessions) : 0,
+      .models = bound ? qkv_server_options_tenant_part(options, options->limit_models) : 0};
   return qkvi_quotas_create(&config, &daemon->quotas, error);
 }
 
@@ -403,9 +398,9 @@ static qkv_status start_shared_memory(qkv_daemon *daemon, qkv_error *error) {
       [QKVI_REGION_LOST] = &daemon->metrics[QKV_METRIC_CLIENT_SHM_LOST],
   };
   const qkv_server_options *options = daemon->options;
-  daemon->regions =
-      qkvi_regions_create((size_t)options->limit_client_shm, (size_t)tenant_part(options, options->limit_client_shm),
-                          2 * (size_t)options->limit_message, daemon->gpus, counters);
+  daemon->regions = qkvi_regions_create((size_t)options->limit_client_shm,
+                                        (size_t)qkv_server_options_tenant_part(options, options->limit_client_shm),
+                                        2 * (size_t)options->limit_message, daemon->gpus, counters);
   const qkvi_passed_config passed = {.address = options->shm_listen,
                                      .mode = qkv_server_options_listen_mode(options),
                                      .waiting = &daemon->metrics[QKV_METRIC_CLIENT_SHM_DESCRIPTORS],
@@ -465,9 +460,9 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),
   };
   daemon->store = qkv_store_create(&store);
-  daemon->watch =
-      qkvi_watch_hub_create(daemon->store, daemon->metrics, (size_t)options->limit_watchers,
-                            (size_t)tenant_part(options, options->limit_watchers), options->data_dir != NULL);
+  daemon->watch = qkvi_watch_hub_create(daemon->store, daemon->metrics, (size_t)options->limit_watchers,
+                                        (size_t)qkv_server_options_tenant_part(options, options->limit_watchers),
+                                        options->data_dir != NULL);
   qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
           qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
           (json_int_t)qkv_heap_numa_nodes());

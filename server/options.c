@@ -90,7 +90,7 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-models", QKV_OPTION_INTEGER, AT(limit_models), "64", 1, 65536, "N",
      "Models registered. With --auth-file one tenant without a quota may have three quarters of them, and the same "
      "of "
-     "--limit-sessions, --limit-watchers and --limit-client-shm."},
+     "--limit-sessions, --limit-objects, --limit-watchers and --limit-client-shm."},
     {"limit-prefixes", QKV_OPTION_INTEGER, AT(limit_prefixes), "1048576", 0, QKV_PREFIX_PAGES_MAX, "N",
      "How many distinct pages of 64 token ids Match can find, at 64 bytes of memory each; 0: Match finds nothing."},
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},
@@ -377,6 +377,10 @@ qkv_heap_config qkv_server_options_heap(const qkv_server_options *values) {
                                 strcmp(values->huge_pages, "off") == 0 ? QKV_HEAP_PAGES_SMALL : QKV_HEAP_PAGES_AUTO};
   (void)qkv_heap_numa_parse(values->numa, &config.numa);
   return config;
+}
+
+int64_t qkv_server_options_tenant_part(const qkv_server_options *values, int64_t limit) {
+  return values->auth_file == NULL ? limit : limit - limit / 4;
 }
 
 bool qkv_server_options_evict(const qkv_server_options *values) {

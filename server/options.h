@@ -134,6 +134,10 @@ qkv_heap_config qkv_server_options_heap(const qkv_server_options *values);
 // The durability of sessions that do not set one.
 qkv_durability qkv_server_options_durability(const qkv_server_options *values);
 
+// The most that one tenant without a quota may have of what `limit` counts: three quarters, so that one tenant alone
+// cannot keep out all others. Without an auth-file any client can call itself any tenant, and all is one tenant's.
+int64_t qkv_server_options_tenant_part(const qkv_server_options *values, int64_t limit);
+
 // Whether sessions and objects that set no retention may be evicted.
 bool qkv_server_options_evict(const qkv_server_options *values);
 

@@ -3,6 +3,7 @@
 //   memory     an arena of its own over the store's (arena.h), which all of its sessions are made in
 //   SSD        bytes of pages on it, before they are packed there
 //   sessions   in the store's table
+//   objects    of the server, which counts them here
 //
 // An account exists while anything refers to it. The function `limits` gives its limits: it is called when an account
 // is made, and again for all of them by qkv_accounts_refresh.
@@ -53,6 +54,11 @@ bool qkv_account_is_over_ssd(const qkv_account *account);
 // One session more: RESOURCE_EXHAUSTED "quota sessions of tenant x is 10, 10 are open". One at a time for an account.
 qkv_status qkv_account_open(qkv_account *account, qkv_error *error);
 void qkv_account_close(qkv_account *account);
+
+// One object more, or less; no limit is checked.
+void qkv_account_add_object(qkv_account *account);
+void qkv_account_drop_object(qkv_account *account);
+uint64_t qkv_account_objects(const qkv_account *account);
 
 // Bytes of pages on the SSD. `claim` comes before a write; where the limit would be exceeded it returns false and
 // marks the account as full there. `add` counts bytes that are there already, whatever the limit. All three do

@@ -224,6 +224,7 @@ qkvi_object *qkvi_objects_look_up(const qkvi_objects *objects, const char *tenan
 void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object) {
   object->listed = true;
   HASH_ADD(hh, objects->table, config, KEY_BYTES, object);
+  qkv_account_add_object(object->account);
   objects->bytes += object->config.bytes;
   objects->mortal += object->config.ttl_ms > 0;
   update_gauges(objects);
@@ -234,6 +235,7 @@ void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   if (object->listed) {
     objects->undurable -= object->entry == QKVI_ENTRY_FAILED;
     HASH_DEL(objects->table, object);
+    qkv_account_drop_object(object->account);
     objects->bytes -= object->config.bytes;
     objects->mortal -= object->config.ttl_ms > 0;
   }
@@ -285,16 +287,34 @@ void qkvi_object_read_info(qkvi_objects *objects, const qkvi_object *object, qkv
 
 // ---- Becoming visible ----
 
-// Whether there is a place for one more, perhaps by evicting the least recently used one.
-static bool make_place(qkvi_objects *objects, const qkvi_object *leaving) {
-  const size_t most = (size_t)objects->options->limit_objects, taken = HASH_COUNT(objects->table) - (leaving != NULL);
-  if (taken < most) return true;
+// The least recently used one that may go, of the account where it is not NULL.
+static bool evict_one(qkvi_objects *objects, const qkv_account *account, const qkvi_object *leaving) {
   qkvi_object *at = objects->oldest;
-  while (at != NULL && (!at->listed || !at->config.evictable || at == leaving)) at = at->next;
+  while (at != NULL &&
+         (!at->listed || !at->config.evictable || at == leaving || (account != NULL && at->account != account)))
+    at = at->next;
   if (at == NULL) return false;
   qkvi_objects_drop(objects, at, NULL, NULL);
   qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_EVICTED], 1);
-  return taken <= most;
+  return true;
+}
+
+// A place for the object, of all and of its tenant's part, perhaps by evicting others.
+static qkv_status make_place(qkvi_objects *objects, const qkvi_object *object, const qkvi_object *leaving,
+                             qkv_error *error) {
+  const int64_t limit = objects->options->limit_objects;
+  const size_t leaves = leaving != NULL;
+  const uint64_t part = (uint64_t)qkv_server_options_tenant_part(objects->options, limit);
+  while (HASH_COUNT(objects->table) - leaves >= (size_t)limit) {
+    if (!evict_one(objects, NULL, leaving))
+      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", that many are held", limit);
+  }
+  while (qkv_account_objects(object->account) - leaves >= part) {
+    if (!evict_one(objects, object->account, leaving))
+      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", and one tenant may have %" PRIu64,
+                      limit, part);
+  }
+  return QKV_OK;
 }
 
 static qkv_status publish(qkvi_objects *objects, qkvi_object *object, bool replace, qkvi_journal_wait *wait,
@@ -303,9 +323,7 @@ static qkv_status publish(qkvi_objects *objects, qkvi_object *object, bool repla
   if (old != NULL && !replace)
     return qkv_fail(error, QKV_ALREADY_EXISTS, "object %s: another one of %" PRIu64 " bytes has the name",
                     object->config.name, old->config.bytes);
-  if (!make_place(objects, old))
-    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", that many are held",
-                    objects->options->limit_objects);
+  QKV_TRY(make_place(objects, object, old, error));
   if (object->number != 0) QKV_TRY(qkvi_object_journal(objects, object, wait, error));
   if (old != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
   if (object->number != 0) object->entry = QKVI_ENTRY_UNDER_WAY;

@@ -21,8 +21,9 @@ import pytest
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from health.v1 import health_pb2, health_pb2_grpc
 from kv import FP32, TIMEOUT, tensor
-from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc, model_pb2, shared_memory_pb2, shared_memory_pb2_grpc
+from qkv.v1 import admin_pb2, admin_pb2_grpc, kv_cache_pb2_grpc, model_pb2, objects_pb2, objects_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import shared_memory_pb2, shared_memory_pb2_grpc
 
 Code = grpc.StatusCode
 MODEL = {"name": "m", "layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 16, "value_dim": 16, "dtype": FP32}
@@ -244,15 +245,16 @@ def test_tenants_do_not_see_each_other(guarded, tokens):
 
 
 def test_one_tenant_leaves_a_part_for_others(tokens, tmp_path):
-    """Three of four: sessions, models, Watch calls and regions of shared memory. A quota says otherwise."""
+    """Three of four: sessions, models, objects, Watch calls, regions of shared memory. A quota says otherwise."""
     known, quotas = tokens[1], tmp_path / "quotas"
     quotas.write_text("team-b sessions=4\n")
-    limits = [text for what in ("sessions", "models", "watchers", "client-shm") for text in (f"--limit-{what}", "4")]
+    limits = [text for what in ("sessions", "models", "objects", "watchers", "client-shm") for text in (f"--limit-{what}", "4")]
     region = shared_memory.SharedMemory(create=True, size=4096)
     with Daemon("--auth-file", tokens[0], "--quota-file", quotas, "--allow-client-shm", *limits) as daemon:
         channel = daemon.channel()
         stub = kv_cache_pb2_grpc.KvCacheStub(channel)
         regions = shared_memory_pb2_grpc.SharedMemoryStub(channel)
+        objects = objects_pb2_grpc.ObjectsStub(channel)
         watches = []
 
         def add_session(who, i):
@@ -271,8 +273,19 @@ def test_one_tenant_leaves_a_part_for_others(tokens, tmp_path):
             regions.SystemSharedMemoryRegister(shared_memory_pb2.SystemSharedMemoryRegisterRequest(region=named),
                                                metadata=bearer(known[who]), timeout=TIMEOUT)
 
+        def add_object(who, i, retention=kv.RETENTION_KEEP):
+            begin = objects_pb2.ObjectInfo(object=f"o{i}", bytes=1, retention=retention)
+            piece = objects_pb2.PutPiece(data=b"x", begin=begin)
+            objects.PutObjects(iter([objects_pb2.PutObjectsRequest(pieces=[piece])]), metadata=bearer(known[who]),
+                               timeout=TIMEOUT)
+
+        def has_objects(who, *names):
+            request = objects_pb2.HasObjectsRequest(objects=names)
+            return [at != 0 for at in objects.HasObjects(request, metadata=bearer(known[who]), timeout=TIMEOUT).presence]
+
         for add, text, full in (
                 (add_model, "quota models of tenant team-a is 3", "limit-models is 4"),
+                (add_object, "limit-objects is 4, and one tenant may have 3", "limit-objects is 4, that many"),
                 (add_watch, "limit-watchers is 4, and one tenant may have 3", "limit-watchers is 4, all"),
                 (add_region, "limit-client-shm is 4, and one tenant may have 3", "limit-client-shm is 4, all")):
             for i in range(3):
@@ -282,6 +295,13 @@ def test_one_tenant_leaves_a_part_for_others(tokens, tmp_path):
             add("b", 0)
             with fails(Code.RESOURCE_EXHAUSTED, full):
                 add("b", 1)
+        # Objects that may go make place for the tenant's own.
+        objects.DeleteObjects(objects_pb2.DeleteObjectsRequest(objects=["o0", "o1"]), metadata=bearer(known["a"]),
+                              timeout=TIMEOUT)
+        for i in range(10, 14):
+            add_object("a", i, kv.RETENTION_EVICT)
+        assert has_objects("a", "o2", "o10", "o11", "o12", "o13") == [True, False, False, True, True]
+        assert has_objects("b", "o0") == [True]
         for i in range(3):
             add_session("a", i)
         with fails(Code.RESOURCE_EXHAUSTED, "quota sessions of tenant team-a is 3, 3 are open"):
