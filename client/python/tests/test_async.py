@@ -187,6 +187,29 @@ def test_a_client_is_closed_under_a_call(run, daemon):
     run(work)
 
 
+def test_messages_that_cannot_be_made(run, model, name, rows):
+    """Who waits for the call has the error, and is not cancelled; where nothing came of it, nothing is held."""
+
+    def broken():
+        yield rows(10)
+        raise KeyError("mine")
+
+    async def work(client):
+        k, v = rows(10)
+        with pytest.raises(qkvd.InvalidArgument, match="layer is -1"):
+            await client.append([qkvd.Item(session=name, k=k, v=v, layer=-1)])
+        with pytest.raises(qkvd.InvalidArgument, match="k is of int64"):
+            await client.put(name, [(k.astype(int), v)] * 2, model=model.name)
+        with pytest.raises(qkvd.Unknown) as raised:
+            await client.put(name, broken(), model=model.name)
+        assert isinstance(raised.value.__cause__, KeyError)
+        with pytest.raises(qkvd.InvalidArgument, match="object p"):
+            await client.put_objects([(f"{name}-o", b"x"), ("p", 3)])
+        assert [bool(one) for one in await client.has_sessions([name])] == [False]
+
+    run(work)
+
+
 def test_a_task_is_cancelled_under_a_call(run, daemon):
     async def work(client):
         with daemon.stopped():

@@ -485,3 +485,11 @@ def test_codecs_and_their_parameters(client, name, rows, queries):
         client.open(name, model=name, policy=qkvd.Policy(codec="kivi", bits_k=4, bits_v=4, polarquant_row_norms="none"))
     with pytest.raises(qkvd.InvalidArgument, match="turboquant_rotation is 'skew'"):
         client.open(name, model=name, policy=qkvd.Policy(codec="turboquant", turboquant_rotation="skew"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [10, 3000])  # in a call, and in a stream of messages
+def test_items_that_cannot_be_sent(client, session, rows, tokens):
+    k, v = rows(tokens)
+    for wrong, text in (({"layer": -1}, "layer is -1"), ({"rope": "x"}, "rope is 'x'")):
+        with pytest.raises(qkvd.InvalidArgument, match=text):
+            client.append([qkvd.Item(session=session.name, k=k, v=v, **wrong)])

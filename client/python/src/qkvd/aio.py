@@ -30,6 +30,17 @@ M = TypeVar("M", bound=Message)
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
+def _cancels(unknown: int) -> int:
+    """How often this task is to be cancelled; `unknown` in Python 3.10."""
+    return int(getattr(asyncio.current_task(), "cancelling", lambda: unknown)())
+
+
+def _check_messages(outgoing: calls.Outgoing) -> None:
+    """grpc.aio takes an exception of what makes the messages for a cancellation."""
+    if not _cancels(0):
+        outgoing.check()
+
+
 class AsyncClient:
     """`qkvd.Client` for asyncio: arguments, answers and errors are the same, every call is awaited.
 
@@ -329,13 +340,17 @@ class AsyncClient:
         while True:
             try:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
-                messages = items.append_messages(packed)
+                outgoing = calls.Outgoing(items.append_messages(packed))
                 metadata = self._connection.metadata_of(batch[0].session)
                 left = backoff.left()
-                answer = stub(messages, timeout=left, metadata=metadata)
+                answer = stub(outgoing, timeout=left, metadata=metadata)
                 return read(await self._answer(answer, left, "Append", timeout)).tokens
             except grpc.RpcError as error:
+                outgoing.check()
                 await self._wait(backoff, error, "Append", timeout, repeat=True)
+            except asyncio.CancelledError:
+                _check_messages(outgoing)
+                raise
 
     async def attend(
         self,
@@ -456,8 +471,7 @@ class AsyncClient:
     def _check_closed(self) -> None:
         """What grpc.aio calls cancelled is the task, unless the client has been closed under a call. (Python 3.10 does not
         tell.)"""
-        cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
-        if self._closed and not cancels:
+        if self._closed and not _cancels(1):
             raise errors.Cancelled("the client was closed") from None
 
     async def _call(self, call: Call[T], timeout: float | None) -> T:
@@ -487,9 +501,11 @@ class AsyncClient:
             answer = stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
             return bytes(await self._answer(answer, seconds, method, timeout))
         except grpc.RpcError as error:
-            if isinstance(outgoing.failure, errors.Error):
-                raise outgoing.failure from None
-            raise errors.of_call(error, method, seconds) from outgoing.failure
+            outgoing.check()
+            raise errors.of_call(error, method, seconds) from None
+        except asyncio.CancelledError:
+            _check_messages(outgoing)
+            raise
 
     async def _stream(
         self, method: str, request: bytes, timeout: float | None, key: str | None = None

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from qkvd import wire
 from qkvd.arrays import Array, dtype_number
-from qkvd.errors import DeadlineExceeded, Error, Internal, InvalidArgument, Unavailable
+from qkvd.errors import DeadlineExceeded, Error, Internal, InvalidArgument, Unavailable, Unknown
 from qkvd.items import ROPE_FORMS, Item, RopeForm, append_messages, not_negative, pack
 from qkvd.model import Model, Policy
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, tensor_pb2
@@ -121,6 +121,13 @@ class Outgoing:
         except Exception as error:
             self.failure = error
             raise
+
+    def check(self) -> None:
+        """After the call has failed: raises what the messages have raised. What is no error of ours is the cause of one."""
+        if isinstance(self.failure, Error):
+            raise self.failure from None
+        if self.failure is not None:
+            raise Unknown("what makes the messages has raised an exception") from self.failure
 
 
 # ---- models ----

@@ -424,11 +424,13 @@ class Client:
         while True:
             try:
                 stub = self._stub("stream_unary", calls.CACHE + "Append")
+                outgoing = calls.Outgoing(items.append_messages(packed))
                 with calls_under_way:
                     metadata, left = self._connection.metadata_of(key), backoff.left()
-                    answer = stub.future(items.append_messages(packed), timeout=left, metadata=metadata)
+                    answer = stub.future(outgoing, timeout=left, metadata=metadata)
                     return read(waits.answer(answer, left, "Append", self._seconds(timeout))).tokens
             except grpc.RpcError as error:
+                outgoing.check()
                 self._wait(backoff, error, "Append", timeout, repeat=True)
             except ValueError:
                 self._check_open()
@@ -629,9 +631,8 @@ class Client:
                 answer = stub.future(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
                 return bytes(waits.answer(answer, seconds, method, seconds))
         except grpc.RpcError as error:
-            if isinstance(outgoing.failure, errors.Error):
-                raise outgoing.failure from None
-            raise self._failure(error, method, seconds) from outgoing.failure
+            outgoing.check()
+            raise self._failure(error, method, seconds) from None
         except ValueError:
             self._check_open()
             raise
