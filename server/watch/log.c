@@ -145,7 +145,7 @@ qkvi_watch_log *qkvi_watch_log_create(void (*woken)(void *context), void *contex
   if (log == NULL) abort();
   log->woken = woken;
   log->context = context;
-  log->tail = log->head = 1;
+  log->tail = log->head = 2;  // a reader of nothing yet has sequence 1: with 0 it would ask for a snapshot
   atomic_init(&log->watchers, 0);
   int failed = pthread_mutex_init(&log->lock, NULL);
   assert(failed == 0);
@@ -196,6 +196,7 @@ void qkvi_watch_log_end(qkvi_watch_log *log, bool ids) {
     free(log->ring);
     log->ring = NULL;
     log->awake = false;
+    log->tail = ++log->head;  // changes from here on are not recorded: nobody goes on from what was told before
   }
   unlock(log);
 }

@@ -169,6 +169,27 @@ def test_a_watch_goes_on_where_it_ended(stub, make_cache, watch):
     assert other.resets == 1 and len(other.pages) == 10 and keeper.resets == 1
 
 
+def test_what_happened_while_nobody_watched_comes_with_a_snapshot(tmp_path):
+    with Daemon() as daemon:
+        stub = daemon.stub()
+        cache = Cache(stub, "s", layers=1, kv_heads=1, q_heads=1, key_dim=16, value_dim=16)
+        ids = prompt(640)
+        root = fill(cache, ids[:64])
+        router = Router(stub)
+        router.wait(lambda r: r.complete)
+        fill(cache, ids[64:128], 64)
+        router.wait(lambda r: len(r.pages) == 2 and r.last.sequence > 0)
+        router.end()
+        wait_for(lambda: daemon.metric("qkvd_watchers") == 0, "the watcher")
+        fill(cache, ids[128:], 128)
+        again = Router(stub, instance=router.last.instance, after=router.last.sequence)
+        try:
+            again.wait(lambda r: r.complete and r.chain(ids, root) == 10)
+            assert again.resets == 1
+        finally:
+            again.end()
+
+
 def test_a_reader_that_stalls_starts_again(watch, tmp_path):
     with Daemon("--limit-watchers", "1") as daemon:
         stub = daemon.stub()
