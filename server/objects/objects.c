@@ -299,20 +299,21 @@ static bool evict_one(qkvi_objects *objects, const qkv_account *account, const q
   return true;
 }
 
-// A place for the object, of all and of its tenant's part, perhaps by evicting others.
+// A place for the object, in its tenant's part and of all, perhaps by evicting others: where the part is full, the
+// tenant's own.
 static qkv_status make_place(qkvi_objects *objects, const qkvi_object *object, const qkvi_object *leaving,
                              qkv_error *error) {
   const int64_t limit = objects->options->limit_objects;
   const size_t leaves = leaving != NULL;
   const uint64_t part = (uint64_t)qkv_server_options_tenant_part(objects->options, limit);
-  while (HASH_COUNT(objects->table) - leaves >= (size_t)limit) {
-    if (!evict_one(objects, NULL, leaving))
-      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", that many are held", limit);
-  }
-  while (qkv_account_objects(object->account) - leaves >= part) {
+  while (part < (uint64_t)limit && qkv_account_objects(object->account) - leaves >= part) {
     if (!evict_one(objects, object->account, leaving))
       return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", and one tenant may have %" PRIu64,
                       limit, part);
+  }
+  while (HASH_COUNT(objects->table) - leaves >= (size_t)limit) {
+    if (!evict_one(objects, NULL, leaving))
+      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is %" PRId64 ", that many are held", limit);
   }
   return QKV_OK;
 }

@@ -302,6 +302,15 @@ def test_one_tenant_leaves_a_part_for_others(tokens, tmp_path):
             add_object("a", i, kv.RETENTION_EVICT)
         assert has_objects("a", "o2", "o10", "o11", "o12", "o13") == [True, False, False, True, True]
         assert has_objects("b", "o0") == [True]
+        # Where all places are taken, too, it loses its own, though those of others were not used for longer.
+        objects.DeleteObjects(objects_pb2.DeleteObjectsRequest(objects=["o0"]), metadata=bearer(known["b"]),
+                              timeout=TIMEOUT)
+        add_object("b", 5, kv.RETENTION_EVICT)
+        objects.HasObjects(objects_pb2.HasObjectsRequest(objects=["o2", "o12", "o13"], touch=True),
+                           metadata=bearer(known["a"]), timeout=TIMEOUT)
+        add_object("a", 14, kv.RETENTION_EVICT)
+        assert has_objects("a", "o2", "o12", "o13", "o14") == [True, False, True, True]
+        assert has_objects("b", "o5") == [True]
         for i in range(3):
             add_session("a", i)
         with fails(Code.RESOURCE_EXHAUSTED, "quota sessions of tenant team-a is 3, 3 are open"):
