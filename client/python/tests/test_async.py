@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import DIM, FLOATS, KV_HEADS, Q_HEADS, attention
+from daemon import Daemon
 
 import qkvd
 
@@ -178,9 +179,10 @@ def test_a_client_is_closed_under_a_call(run, daemon):
         with daemon.stopped():
             waiting = asyncio.create_task(client.session_info("none"))
             step = asyncio.create_task(client.decode().attend([item]))
+            put = asyncio.create_task(client.put_object("o", b"x"))
             await asyncio.sleep(0.2)
             await client.close()
-            for task in (waiting, step):
+            for task in (waiting, step, put):
                 with pytest.raises(qkvd.Cancelled, match="the client was closed"):
                     await task
 
@@ -208,6 +210,36 @@ def test_messages_that_cannot_be_made(run, model, name, rows):
         assert [bool(one) for one in await client.has_sessions([name])] == [False]
 
     run(work)
+
+
+def test_what_is_refused_in_the_middle(run, model, name, rows):
+    """The daemon's word is heard, however many messages were still to come."""
+    k, v = rows(60_000)
+
+    async def work(client):
+        for _ in range(10):
+            with pytest.raises(qkvd.NotFound, match="no session none"):
+                await client.append([qkvd.Item(session="none", k=k, v=v)])
+            with pytest.raises(qkvd.NotFound, match="no model none"):
+                await client.put(name, [(k, v)] * 2, model="none")
+
+    run(work)
+
+
+def test_a_daemon_that_dies_between_two_steps(queries):
+    item = qkvd.Item(session="none", q=queries(1))
+
+    async def work():
+        async with qkvd.AsyncClient(daemon.target) as client, client.decode() as stream:
+            await stream.attend([item])
+            daemon.kill()
+            await asyncio.sleep(0.2)
+            for _ in range(2):
+                with pytest.raises(qkvd.Unavailable):
+                    await stream.attend([item])
+
+    with Daemon() as daemon:
+        asyncio.run(work())
 
 
 def test_a_task_is_cancelled_under_a_call(run, daemon):

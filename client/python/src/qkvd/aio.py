@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,25 +21,15 @@ from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match, Presence
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
 from qkvd.items import Item, Result, RopeForm
+from qkvd.locks import calls_under_way
 from qkvd.model import Model, Policy
 from qkvd.several import Daemon, Daemons, chosen
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
-from qkvd.waits import GRACE
+from qkvd.waits import GRACE, close
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
-
-
-def _cancels(unknown: int) -> int:
-    """How often this task is to be cancelled; `unknown` in Python 3.10."""
-    return int(getattr(asyncio.current_task(), "cancelling", lambda: unknown)())
-
-
-def _check_messages(outgoing: calls.Outgoing) -> None:
-    """grpc.aio takes an exception of what makes the messages for a cancellation."""
-    if not _cancels(0):
-        outgoing.check()
 
 
 class AsyncClient:
@@ -70,6 +61,7 @@ class AsyncClient:
         )
         self._kept_models: dict[str, Call[Any]] = {}
         self._channel: grpc.aio.Channel | None = None
+        self._senders: grpc.Channel | None = None  # of streams of messages (_sent)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stubs: dict[tuple[str, str], Any] = {}
         self._process = os.getpid()
@@ -100,8 +92,11 @@ class AsyncClient:
         """Closes the connection. Sessions stay open in the daemon. Calls that are under way end with Cancelled."""
         self._closed = True
         channel, self._channel, self._stubs = self._channel, None, {}
+        senders, self._senders = self._senders, None
         if channel is not None:
             await channel.close(None)
+        if senders is not None:
+            await asyncio.get_running_loop().run_in_executor(None, close, senders)
         for daemon in self._daemons.all:
             await daemon.client.close()
 
@@ -175,7 +170,7 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Any,
     ) -> None:
-        """As `Client.put`."""
+        """As `Client.put`. `rows` are taken in a thread of gRPC's."""
         messages = calls.put_messages(name, rows, model, tokens, seal, options)
         await self._send(calls.CACHE + "Append", messages, timeout, name)
 
@@ -336,21 +331,19 @@ class AsyncClient:
         if not packed:
             return 0
         read = calls.reader(kv_cache_pb2.AppendResponse)
+        if sum(item.bytes for item in packed) <= items.APPEND_BYTES and len(packed) <= items.APPEND_ITEMS:
+            # On the wire a stream of one message is a unary call; here it needs no thread.
+            message = b"".join(items.append_messages(packed))
+            return (await self._call(Call(calls.CACHE + "Append", message, read, True, batch[0].session), timeout)).tokens
         backoff = self._backoff(timeout)
         while True:
             try:
-                stub = self._stub("stream_unary", calls.CACHE + "Append")
                 outgoing = calls.Outgoing(items.append_messages(packed))
-                metadata = self._connection.metadata_of(batch[0].session)
-                left = backoff.left()
-                answer = stub(outgoing, timeout=left, metadata=metadata)
-                return read(await self._answer(answer, left, "Append", timeout)).tokens
+                answer = self._sent(calls.CACHE + "Append", outgoing, backoff.left(), batch[0].session, timeout)
+                return read(await answer).tokens
             except grpc.RpcError as error:
                 outgoing.check()
                 await self._wait(backoff, error, "Append", timeout, repeat=True)
-            except asyncio.CancelledError:
-                _check_messages(outgoing)
-                raise
 
     async def attend(
         self,
@@ -427,7 +420,8 @@ class AsyncClient:
                 session, await several_async.owner(self, session), name, await several_async.owner(self, name)
             )
 
-    def _stub(self, kind: str, method: str) -> Any:
+    def _check(self) -> None:
+        """Raises FailedPrecondition where no call can be made."""
         if self._closed:
             raise errors.FailedPrecondition("the client is closed")
         if self._process != os.getpid():
@@ -435,8 +429,12 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise errors.FailedPrecondition("the client belongs to another event loop")
+        self._loop = loop
+
+    def _stub(self, kind: str, method: str) -> Any:
+        self._check()
         if self._channel is None:
-            self._loop, self._channel = loop, self._open()
+            self._channel = self._open()
         if (kind, method) not in self._stubs:
             self._stubs[kind, method] = getattr(self._channel, kind)(method, None, None)
         return self._stubs[kind, method]
@@ -471,7 +469,8 @@ class AsyncClient:
     def _check_closed(self) -> None:
         """What grpc.aio calls cancelled is the task, unless the client has been closed under a call. (Python 3.10 does not
         tell.)"""
-        if self._closed and not _cancels(1):
+        cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
+        if self._closed and not cancels:
             raise errors.Cancelled("the client was closed") from None
 
     async def _call(self, call: Call[T], timeout: float | None) -> T:
@@ -495,17 +494,52 @@ class AsyncClient:
                 self, key, timeout, False, lambda one, left: one._send(method, messages, left, key)
             )
         outgoing = calls.Outgoing(messages)
-        stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
-            answer = stub(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
-            return bytes(await self._answer(answer, seconds, method, timeout))
+            return await self._sent(method, outgoing, seconds, key, timeout)
         except grpc.RpcError as error:
             outgoing.check()
             raise errors.of_call(error, method, seconds) from None
-        except asyncio.CancelledError:
-            _check_messages(outgoing)
-            raise
+
+    async def _sent(
+        self, method: str, outgoing: calls.Outgoing, left: float, key: str | None, timeout: float | None
+    ) -> bytes:
+        """What the daemon answers to a stream of messages, which a thread of gRPC's sends.
+
+        Not by grpc.aio: where a message cannot be sent any more it takes that for the call's end, and what the daemon has
+        said meanwhile, such as why it refuses the messages before, is lost.
+        """
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def end(_: Any) -> None:
+            calls_under_way.stream_ends()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell)
+
+        call = self._sender(method).future(outgoing, timeout=left, metadata=self._connection.metadata_of(key))
+        calls_under_way.stream_begins()
+        call.add_done_callback(end)
+        try:
+            await self._answer(ended, left, method, timeout)
+        finally:
+            call.cancel()
+        return bytes(call.result())
+
+    def _sender(self, method: str) -> Any:
+        self._check()
+        if self._senders is None:
+            to = self._connection
+            self._senders = (
+                grpc.insecure_channel(to.target, to.options())
+                if to.credentials is None
+                else grpc.secure_channel(to.target, to.credentials, to.options())
+            )
+        return self._senders.stream_unary(method, None, None)
 
     async def _stream(
         self, method: str, request: bytes, timeout: float | None, key: str | None = None
@@ -603,7 +637,8 @@ class AsyncDecodeStream:
         raise self._failure
 
     async def _exchange(self, message: bytes) -> Any:
-        await self._call.write(message)
+        with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended since, which reading tells
+            await self._call.write(message)
         return await self._call.read()
 
     def _fail(self, error: errors.Error) -> None:

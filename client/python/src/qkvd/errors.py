@@ -132,6 +132,8 @@ def of_call(error: grpc.RpcError, method: str, timeout: float | None) -> Error:
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         text = f"{method.rpartition('/')[2]} was not answered within {timeout:g} s"
+    if code is grpc.StatusCode.INTERNAL and text == "Internal error from Core":  # grpc.aio's of a message that is not sent
+        return Unavailable("the call has ended while a message was sent")
     if code is grpc.StatusCode.CANCELLED and text.startswith("Channel closed"):
         return Cancelled("the client was closed")
     if code is grpc.StatusCode.CANCELLED and not text.startswith("Locally cancelled"):
