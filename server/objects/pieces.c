@@ -1,6 +1,5 @@
 #include "server/objects/pieces.h"
 
-#include "proto/wire.h"
 #include "server/handlers/control.h"
 
 // Field numbers of qkv/v1/objects.proto.
@@ -42,16 +41,19 @@ static qkv_status give_piece(qkv_bytes message, piece_fn fn, void *context, qkv_
   return status;
 }
 
-qkv_status qkvi_put_pieces_read(qkv_bytes message, piece_fn fn, void *context, qkv_error *error) {
-  qkv_wire_reader reader;
+void qkvi_put_pieces_init(qkvi_put_pieces *pieces, qkv_bytes message) {
+  pieces->index = 0;
+  qkv_wire_reader_init(&pieces->reader, message);
+}
+
+qkv_status qkvi_put_pieces_next(qkvi_put_pieces *pieces, piece_fn fn, void *context, bool *more, qkv_error *error) {
   qkv_wire_field field;
-  bool more = true;
-  qkv_wire_reader_init(&reader, message);
-  for (size_t index = 0;;) {
-    QKV_TRY(qkv_wire_next(&reader, &field, &more, error));
-    if (!more) return QKV_OK;
+  for (;;) {
+    QKV_TRY(qkv_wire_next(&pieces->reader, &field, more, error));
+    if (!*more) return QKV_OK;
     if (field.number != REQUEST_PIECES || field.type != QKV_WIRE_BYTES) continue;
-    if (give_piece(field.bytes, fn, context, error) != QKV_OK) return qkv_error_prefix(error, "pieces[%zu]: ", index);
-    index++;
+    const size_t index = pieces->index++;
+    return give_piece(field.bytes, fn, context, error) == QKV_OK ? QKV_OK
+                                                                 : qkv_error_prefix(error, "pieces[%zu]: ", index);
   }
 }

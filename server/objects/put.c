@@ -4,6 +4,7 @@
 #include <string.h>
 #include <xxhash.h>
 
+#include "engine/base/clock.h"
 #include "qkv/v1/objects.pb-c.h"
 #include "server/auth/identity.h"
 #include "server/evict.h"
@@ -13,6 +14,8 @@
 #include "server/handlers/jobs.h"
 #include "server/objects/pieces.h"
 #include "server/residency/accounts.h"
+
+enum { TURN_MS = 50 };  // a job takes pieces of a message for so long
 
 // The object that is being put.
 typedef struct put_object {
@@ -27,7 +30,7 @@ typedef struct put_object {
 typedef struct put_stream {
   qkv_rpc_call *call;
   qkv_daemon *daemon;
-  qkv_bytes message;
+  qkvi_put_pieces pieces;  // of the message
   put_object at;
   uint64_t objects, existing;  // whole ones
 } put_stream;
@@ -188,13 +191,29 @@ static qkv_status apply_piece(void *context, const qkvi_put_piece *piece, qkv_er
   return piece->data.length > 0 ? take_data(stream, piece->data, error) : QKV_OK;
 }
 
+static void fail(put_stream *stream, const qkv_error *error) {
+  drop_object(stream);
+  qkvi_control_fail(stream->call, error);
+}
+
+static void apply_job(void *context);
+
+static void submit(put_stream *stream) {
+  qkv_error error = {0};
+  const qkv_work work = qkvi_work_of(qkvi_session_waits(stream->call), true);
+  if (qkvi_job_try(stream->call, work, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
+}
+
+// A message may have a million objects: other jobs run in between, and a client that has gone is noticed.
 static void apply_job(void *context) {
   put_stream *stream = context;
   qkv_error error = {0};
   if (!qkvi_job_wanted(stream->call)) return;
-  if (qkvi_put_pieces_read(stream->message, apply_piece, stream, &error) != QKV_OK) {
-    drop_object(stream);
-    return qkvi_control_fail(stream->call, &error);
+  const int64_t until = qkv_now_ms() + TURN_MS;
+  for (bool more = true; more;) {
+    if (qkvi_put_pieces_next(&stream->pieces, apply_piece, stream, &more, &error) != QKV_OK)
+      return fail(stream, &error);
+    if (more && qkv_now_ms() >= until) return submit(stream);
   }
   qkv_rpc_next(stream->call);
 }
@@ -212,10 +231,8 @@ static put_stream *stream_of(qkv_rpc_call *call) {
 
 static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   put_stream *stream = stream_of(call);
-  qkv_error error = {0};
-  stream->message = message;
-  if (qkvi_job_try(call, qkvi_work_of(qkvi_session_waits(call), true), apply_job, stream, &error) != QKV_OK)
-    qkvi_control_fail(call, &error);
+  qkvi_put_pieces_init(&stream->pieces, message);
+  submit(stream);
 }
 
 static void on_end(qkv_rpc_call *call) {

@@ -202,6 +202,25 @@ def test_pieces_out_of_order(objects, name):
         objects.list(page_size=1001)
 
 
+def test_a_message_of_very_many_objects_leaves_threads_to_others():
+    many = 1_000_000
+    with Daemon("--threads", "1") as daemon:
+        objects = Objects(daemon)
+        # One name that takes two values in turn.
+        two = [pb.PutPiece(begin=pb.ObjectInfo(object="x", bytes=1), replace=True, data=data) for data in (b"a", b"b")]
+        message = pb.PutObjectsRequest(pieces=two).SerializeToString() * (many // 2)
+        put = daemon.channel().stream_unary("/qkv.v1.Objects/PutObjects", request_serializer=lambda message: message,
+                                            response_deserializer=pb.PutObjectsResponse.FromString)
+        count = lambda: daemon.metric("qkvd_objects_put_total")  # noqa: E731
+        call = put.future(iter([message]), timeout=TIMEOUT)
+        wait_for(lambda: count() > 0, "the first of the objects")
+        assert objects.put(("other", b"1")) == (1, 0)
+        assert count() < many
+        call.cancel()
+        wait_for(lambda: daemon.metric("qkvd_calls_running") == 1, "the end of the call")  # of GetStatus
+        assert count() < many and objects.get("other") == [b"1"]
+
+
 def test_a_list_comes_in_pages(objects, name):
     names = sorted(f"{name}-{i}" for i in range(25))
     objects.put(*((one, b"x") for one in names))

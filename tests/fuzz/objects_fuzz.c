@@ -37,7 +37,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   fuzz_message_init(&message, data, size);
   qkv_error error = {0};
   seen all = {.most = size};
-  const qkv_status status = qkvi_put_pieces_read(message.bytes, see_piece, &all, &error);
+  qkv_status status = QKV_OK;
+  qkvi_put_pieces pieces;
+  qkvi_put_pieces_init(&pieces, message.bytes);
+  for (bool more = true; more && status == QKV_OK;)
+    status = qkvi_put_pieces_next(&pieces, see_piece, &all, &more, &error);
   if (status != error.status || (status != QKV_OK) != (error.text[0] != '\0')) __builtin_trap();
   if (all.pieces >= 16 && status == QKV_OK) __builtin_trap();
   fuzz_message_deinit(&message);
