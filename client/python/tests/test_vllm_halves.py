@@ -1,6 +1,7 @@
 """The two halves of the connector for vLLM without an engine: what one is told, and what it does."""
 
 import dataclasses
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -210,6 +211,28 @@ def test_saves_that_fail_are_done_with():
     worker = Half(Daemon())
     worker._prefixes.breaker.tell(Unavailable("gone"))
     assert saved(worker, save) == Progress({1: 64})
+
+
+def test_saves_in_the_queue_are_given_up_where_a_daemon_does_not_answer():
+    """Else each of them waits for its deadline."""
+    asked = []
+
+    def no_answer(name, ids, salt):
+        asked.append(name)
+        daemon.breaker.tell(Unavailable("gone"))
+        raise Unavailable("gone")
+
+    daemon = Daemon()
+    daemon.open = no_answer
+    worker = Half(daemon, PagedLayer(torch.rand(6, HEADS, BLOCK, 2 * DIM), DIM, 1))
+    saves = [Save(f"r{i}", f"s{i}", 0, 64, np.array(IDS[:64], np.uint32), True, b"", ([1],)) for i in range(3)]
+    release = threading.Event()
+    worker._saver._queue.put(SimpleNamespace(request="first", tokens=0, bytes=0, send=lambda _: release.wait(30) and 0))
+    worker.start_saves(QkvdMetadata(saves=saves))
+    release.set()
+    worker._saver.close(30)
+    assert worker.progress() == Progress({1: 192})
+    assert len(asked) == 1 and worker.take_stats().data["saves_dropped"] == 3
 
 
 def several_groups():

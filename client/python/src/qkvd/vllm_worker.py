@@ -388,7 +388,7 @@ class Saver:
                     self._dropped.discard(work)
                 continue
             try:
-                if work.request not in self._dropped:
+                if self.takes(work.request):  # the daemon may not have answered since this was copied
                     self._send(work)
             except Exception as error:
                 self.give_up(work.request, error)
