@@ -474,14 +474,15 @@ uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, i
   return freed;
 }
 
-uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places) {
+uint64_t qkvi_objects_evict(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes,
+                            size_t *places) {
   uint64_t freed = 0;
   *places = 0;
   qkvi_objects_lock(objects);
   while (freed < bytes) {
     qkvi_object *at = next_warm(objects, QKVI_PASS_EVICT, before_ms);
     if (at == NULL) break;
-    if (!at->listed || !at->config.evictable) continue;
+    if (!at->listed || !at->config.evictable || (account != NULL && at->account != account)) continue;
     freed += at->in_memory;
     qkvi_objects_drop(objects, at, NULL, NULL);
     ++*places;

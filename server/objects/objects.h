@@ -115,7 +115,8 @@ void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass);
 // free. Returns the bytes freed. `objects` may be NULL. `account` not NULL: only objects of that account.
 uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes);
 // QKVI_PASS_EVICT: the same by deleting objects that may be evicted; `*places` is how many were deleted.
-uint64_t qkvi_objects_evict(qkvi_objects *objects, int64_t before_ms, uint64_t bytes, size_t *places);
+uint64_t qkvi_objects_evict(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes,
+                            size_t *places);
 
 typedef struct qkvi_objects_expulsion {
   const qkv_account *account;  // one object of this tenant; NULL: as many as make some headroom, of any

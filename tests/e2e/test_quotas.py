@@ -419,6 +419,44 @@ def test_objects_count(tmp_path, data_dir):
         wait_for(lambda: admin.usage("a").host_bytes == 0, "memory of deleted objects is counted")
 
 
+@pytest.mark.parametrize("data_dir", [False, True])
+def test_objects_that_may_go_make_place_for_their_tenant(tmp_path, data_dir):
+    where = ("--data-dir", str(tmp_path / "data")) if data_dir else ()
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a host_bytes=8MiB\n")
+    with Daemon("--quota-file", str(quotas), *where) as daemon:
+        admin = Admin(daemon)
+        channel = daemon.channel()
+        objects = {tenant: Tenant(objects_pb2_grpc.ObjectsStub(channel), tenant) for tenant in "ab"}
+
+        def put(tenant, name, retention):
+            begin = objects_pb2.ObjectInfo(object=name, bytes=2 * MIB, retention=retention,
+                                           durability=kv.DURABILITY_MEMORY)
+            piece = objects_pb2.PutPiece(begin=begin, data=bytes(2 * MIB))
+            objects[tenant].PutObjects(iter([objects_pb2.PutObjectsRequest(pieces=[piece])]), timeout=TIMEOUT)
+
+        def has(tenant, *names):
+            answer = objects[tenant].HasObjects(objects_pb2.HasObjectsRequest(objects=names), timeout=TIMEOUT)
+            return [at != 0 for at in answer.presence]
+
+        put("b", "oldest", kv.RETENTION_EVICT)
+        put("a", "kept", kv.RETENTION_KEEP)
+        for i in range(6):
+            put("a", f"o{i}", kv.RETENTION_EVICT)
+            assert admin.usage("a").host_bytes <= 8 * MIB
+        assert has("a", "kept", "o3", "o4", "o5") == [True, False, True, True] and has("b", "oldest") == [True]
+        # So it is where a session wants the memory.
+        cache = Cache(Tenant(daemon.stub(), "a"), "s", layers=1, kv_heads=8, q_heads=8, key_dim=64, value_dim=64,
+                      recent_window=4096, durability=kv.DURABILITY_MEMORY)
+        cache.append(0, *cache.rows(576))  # 2.25 MiB, exact
+        assert has("a", "kept", "o4") == [True, False] and has("b", "oldest") == [True]
+        with pytest.raises(grpc.RpcError) as refusal:
+            for i in range(4):
+                put("a", f"k{i}", kv.RETENTION_KEEP)
+        assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert has("a", "kept", "o5") == [True, False] and has("b", "oldest") == [True]
+
+
 # ---- The SSD, and kill -9 ----
 
 
