@@ -19,6 +19,7 @@ struct qkv_account {
   _Atomic uint64_t host_guaranteed, ssd_max, ssd_guaranteed, sessions_max;
   _Atomic uint64_t host_max;
   _Atomic bool ssd_full;
+  uint64_t told_full;  // when it was last given as a full one, in turns; under the lock
   UT_hash_handle hh;
   char tenant[QKV_NAME_MAX + 1];
 };
@@ -29,6 +30,7 @@ struct qkv_accounts {
   void *context;
   _Atomic bool any_full;  // perhaps
   pthread_mutex_t lock;
+  uint64_t turns;    // of full accounts, one after the other
   qkv_account *all;  // by tenant
 };
 
@@ -216,9 +218,12 @@ qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts) {
   for (qkv_account *account = accounts->all; account != NULL; account = account->hh.next) {
     if (!qkv_account_is_full_ssd(account)) continue;
     if (full != NULL) atomic_store_explicit(&accounts->any_full, true, memory_order_relaxed);  // one more
-    if (full == NULL) full = account;
+    if (full == NULL || account->told_full < full->told_full) full = account;
   }
-  if (full != NULL) full->references++;
+  if (full != NULL) {
+    full->told_full = ++accounts->turns;
+    full->references++;
+  }
   pthread_mutex_unlock(&accounts->lock);
   return full;
 }

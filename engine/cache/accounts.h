@@ -68,7 +68,7 @@ void qkv_account_add_ssd(qkv_account *account, uint64_t bytes);
 void qkv_account_drop_ssd(qkv_account *account, uint64_t bytes);
 // Whether a claim was refused since the last drop or change of limits.
 bool qkv_account_is_full_ssd(const qkv_account *account);
-// An account that is full on the SSD, with a reference, or NULL.
+// An account that is full on the SSD, with a reference, or NULL: of several each in its turn, as one may stay full.
 qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts);
 
 typedef struct qkv_account_usage {

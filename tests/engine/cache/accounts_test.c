@@ -14,7 +14,7 @@ static qkv_account_limits limits_now;
 
 static void limits(void *context, const char *tenant, qkv_account_limits *out) {
   (void)context;
-  if (strcmp(tenant, "limited") == 0) *out = limits_now;
+  if (strncmp(tenant, "limited", 7) == 0) *out = limits_now;
 }
 
 static void accounts_come_and_go(void **state) {
@@ -86,6 +86,33 @@ static void the_ssd_has_a_ceiling(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+// One of which nothing can be deleted stays full, and does not keep others from their turn.
+static void full_ones_take_turns(void **state) {
+  (void)state;
+  static const char *const tenants[] = {"limited1", "limited2", "limited3"};
+  enum { TENANTS = 3 };
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1 << 20);
+  qkv_accounts *accounts = qkv_accounts_create(arena, limits, NULL);
+  qkv_account *all[TENANTS];
+  int turns[TENANTS] = {0};
+  limits_now = (qkv_account_limits){.ssd_bytes = 100};
+  for (int i = 0; i < TENANTS; i++) {
+    all[i] = qkv_accounts_join(accounts, tenants[i]);
+    assert_false(qkv_account_claim_ssd(all[i], 101));
+  }
+  for (int turn = 0; turn < 2 * TENANTS; turn++) {
+    qkv_account *full = qkv_accounts_full_ssd(accounts);
+    for (int i = 0; i < TENANTS; i++) turns[i] += full == all[i];
+    qkv_account_unref(&full);
+  }
+  for (int i = 0; i < TENANTS; i++) {
+    assert_int_equal(turns[i], 2);
+    qkv_account_unref(&all[i]);
+  }
+  qkv_accounts_destroy(&accounts);
+  qkv_arena_destroy(&arena);
+}
+
 // ---- Threads ----
 
 enum { THREADS = 4, ROUNDS = 20000, CEILING = 5 * 64 };
@@ -135,6 +162,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(accounts_come_and_go),
       cmocka_unit_test(the_ssd_has_a_ceiling),
+      cmocka_unit_test(full_ones_take_turns),
       cmocka_unit_test(threads_stay_below_the_ceilings),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
