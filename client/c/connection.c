@@ -22,7 +22,7 @@
 
 enum {
   TIMEOUT_MS = 60000,
-  CONNECT_TIMEOUT_MAX_MS = INT32_MAX,  // so that a point in time can be counted with
+  TIMEOUT_MAX_MS = INT32_MAX,  // so that a point in time can be counted with
   MESSAGE_BYTES_MAX = 256 << 20,
   RETRY_FIRST_MS = 5,
   RETRY_MAX_MS = 100,
@@ -337,6 +337,11 @@ static qkv_status read_identity(qkv_client *client, qkv_error *error) {
   return QKV_OK;
 }
 
+static int64_t bounded_ms(int64_t ms, int64_t unset) {
+  if (ms <= 0) return unset;
+  return ms < TIMEOUT_MAX_MS ? ms : TIMEOUT_MAX_MS;
+}
+
 qkv_code qkvi_client_create(const char *target, const qkv_client_options *options, qkv_client **client_out,
                             qkv_call_error *error) {
   static pthread_once_t kept = PTHREAD_ONCE_INIT;
@@ -346,10 +351,8 @@ qkv_code qkvi_client_create(const char *target, const qkv_client_options *option
   qkv_client *client = calloc(1, sizeof *client);
   assert(client != NULL);
   if (options != NULL) client->options = *options;
-  if (client->options.timeout_ms <= 0) client->options.timeout_ms = TIMEOUT_MS;
-  if (client->options.connect_timeout_ms <= 0) client->options.connect_timeout_ms = client->options.timeout_ms;
-  if (client->options.connect_timeout_ms > CONNECT_TIMEOUT_MAX_MS)
-    client->options.connect_timeout_ms = CONNECT_TIMEOUT_MAX_MS;
+  client->options.timeout_ms = bounded_ms(client->options.timeout_ms, TIMEOUT_MS);
+  client->options.connect_timeout_ms = bounded_ms(client->options.connect_timeout_ms, client->options.timeout_ms);
   if (client->options.message_bytes_max <= 0) client->options.message_bytes_max = MESSAGE_BYTES_MAX;
   client->fd = -1;
   client->target = strdup(target);
@@ -389,7 +392,7 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
 }
 
 void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms) {
-  client->options.timeout_ms = timeout_ms > 0 ? timeout_ms : TIMEOUT_MS;
+  client->options.timeout_ms = bounded_ms(timeout_ms, TIMEOUT_MS);
   for (size_t i = 0; i < client->part_count; i++) qkv_client_set_timeout(client->parts[i], timeout_ms);
 }
 

@@ -50,6 +50,7 @@ typedef struct qkv_client qkv_client;
 
 typedef struct qkv_client_options {
   // Of every call, and before that of connecting anew; of each step of a decode stream, each response of a fetch.
+  // Times longer than INT32_MAX ms, 24 days, are that long.
   int64_t timeout_ms;          // 0: 60000
   int64_t connect_timeout_ms;  // of qkv_client_connect; 0: timeout_ms
   int64_t message_bytes_max;   // of a response; 0: 256 MiB
