@@ -307,6 +307,12 @@ static bool hold_complete(restoring *all) {
 
 // Reserves memory for the missing pages, and holds the layer, so that no more are evicted. Pages that were evicted in
 // between need a larger reservation.
+static qkv_status fail_unstable(const qkvi_wanted *wanted, qkv_error *error) {
+  *error = (qkv_error){0};
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "session %s: layer %" PRIu32 " is changed all the time",
+                  qkv_session_name(wanted->session), wanted->layer);
+}
+
 static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error *error) {
   const qkvi_wanted *wanted = &all->wanted;
   for (int i = 0; i < TRIES; i++) {
@@ -317,7 +323,7 @@ static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error 
     if (missing_bytes(wanted) <= bytes) return QKV_OK;
     let_go(all);
   }
-  return QKV_RESOURCE_EXHAUSTED;
+  return fail_unstable(wanted, error);
 }
 
 // No thread that waits for memory holds the layer meanwhile. The bytes are counted when the turn has come: others may
@@ -345,9 +351,7 @@ static qkv_status restore(restoring *all, qkv_error *error) {
     let_go(all);
     if (status != QKV_OK && status != QKV_RESOURCE_EXHAUSTED) return status;
   }
-  *error = (qkv_error){0};
-  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "session %s: layer %" PRIu32 " is changed all the time",
-                  qkv_session_name(wanted->session), wanted->layer);
+  return fail_unstable(wanted, error);
 }
 
 // Of two concurrent updates one may be lost.
