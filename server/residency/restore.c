@@ -305,14 +305,14 @@ static bool hold_complete(restoring *all) {
   return false;
 }
 
-// Reserves memory for the missing pages, and holds the layer, so that no more are evicted. Pages that were evicted in
-// between need a larger reservation.
 static qkv_status fail_unstable(const qkvi_wanted *wanted, qkv_error *error) {
   *error = (qkv_error){0};
   return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "session %s: layer %" PRIu32 " is changed all the time",
                   qkv_session_name(wanted->session), wanted->layer);
 }
 
+// Reserves memory for the missing pages, and holds the layer, so that no more are evicted. Pages that were evicted in
+// between need a larger reservation.
 static qkv_status hold_in_turn(restoring *all, const qkvi_turn *turn, qkv_error *error) {
   const qkvi_wanted *wanted = &all->wanted;
   for (int i = 0; i < TRIES; i++) {
