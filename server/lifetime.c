@@ -80,7 +80,7 @@ static void expire(qkv_daemon *daemon, qkv_session *session) {
           qkvi_tenant_to_log(qkv_session_config_of(session)->tenant), "bytes", (json_int_t)freed);
 }
 
-// Closes those that expire first, until one has time left. One that a thread has is in use.
+// Closes those that expire first, until one has time left.
 void qkvi_lifetime_expire(qkv_daemon *daemon) {
   qkv_recency *recency = qkv_store_recency(daemon->store);
   bool more = true;
@@ -88,11 +88,7 @@ void qkvi_lifetime_expire(qkv_daemon *daemon) {
   while (more) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EXPIRING);
     more = session != NULL && qkv_session_expired(session);
-    if (more && qkv_session_is_in_use(session)) {
-      qkv_session_touch(session);  // an attend may take longer than its time: closing it would wait for that
-    } else if (more) {
-      expire(daemon, session);
-    }
+    if (more) expire(daemon, session);
     qkv_session_unref(&session);
   }
   qkv_recency_end(recency, QKV_RECENCY_EXPIRING);

@@ -283,24 +283,6 @@ def test_a_long_attend_keeps_nobody_from_memory(start):
         attend.cancel()
 
 
-def test_a_session_does_not_expire_during_an_attend(start):
-    with start("--threads", "1") as daemon:
-        stub = daemon.stub()
-        shape = {"layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 64, "value_dim": 64, "durability": ASYNC}
-        long, brief = Cache(stub, "long", **shape), Cache(stub, "brief", **shape)
-        for position in range(0, 16000, 4000):
-            long.append(position, *long.rows(4000))
-        for cache in (long, brief):
-            stub.Touch(kv.TouchRequest(session=cache.name, ttl_ms=2000))
-        item = long.item(16000, q=long.queries(100_000))
-        attend = stub.Attend.future(kv.AttendRequest(items=[item]), timeout=TIMEOUT)
-        wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 1, "the end of the other session")
-        time.sleep(2)
-        assert long.info().lengths[0] == 16000 and not attend.done()
-        attend.cancel()
-        wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 2, "the end of the session")
-
-
 def test_a_refused_append_leaves_nothing_reserved(start):
     """Other rows at positions that only the disk has, and more behind them: refused, and their memory is free again."""
     with start() as daemon:
