@@ -1,16 +1,10 @@
 #include "engine/cache/session_spill.h"
 
 #include <assert.h>
-#include <errno.h>
-#include <pthread.h>
 #include <stdatomic.h>
-#include <time.h>
 
-#include "engine/base/clock.h"
-#include "engine/cache/layer_internal.h"
 #include "engine/cache/session_fold.h"
 #include "engine/cache/session_internal.h"
-#include "engine/cache/session_state.h"
 
 bool qkv_session_settle(qkv_session *session) {
   bool all = true;
@@ -47,62 +41,6 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
   return status;
 }
 
-// ---- Layers in use ----
-
-static bool is_in_use(locked_layer *layer) {
-  if (pthread_mutex_trylock(&layer->rows) != 0) return true;
-  const bool used = pthread_rwlock_trywrlock(&layer->lock) != 0;
-  if (!used) (void)pthread_rwlock_unlock(&layer->lock);
-  qkvi_session_unlock_rows(layer);
-  return used;
-}
-
-bool qkv_session_is_in_use(qkv_session *session) {
-  if (!qkvi_session_has_layers(session)) return false;
-  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++) {
-    if (is_in_use(layer_at(session, i))) return true;
-  }
-  return false;
-}
-
-typedef int timed_lock(pthread_rwlock_t *lock, const struct timespec *until);
-
-// The system's clock, which may be set meanwhile, is the one that thread sanitizers know.
-static bool lock_by(locked_layer *layer, timed_lock *lock, int64_t until_ms) {
-  struct timespec at;
-  const int64_t left = until_ms - qkv_now_ms();
-  (void)clock_gettime(CLOCK_REALTIME, &at);
-  at.tv_sec += left > 0 ? left / 1000 : 0;
-  at.tv_nsec += left > 0 ? left % 1000 * 1000000 : 0;
-  at.tv_sec += at.tv_nsec / 1000000000;
-  at.tv_nsec %= 1000000000;
-  atomic_fetch_add_explicit(&layer->waiting, 1, memory_order_relaxed);
-  const int failed = lock(&layer->lock, &at);
-  atomic_fetch_sub_explicit(&layer->waiting, 1, memory_order_relaxed);
-  assert(failed == 0 || failed == ETIMEDOUT);
-  return failed == 0;
-}
-
-// As qkvi_session_look and qkvi_session_change; NULL where another thread still has the layer then.
-static const qkv_layer *look_by(qkv_session *session, uint32_t layer, int64_t until_ms) {
-  locked_layer *locked = layer_at(session, layer);
-  if (!lock_by(locked, pthread_rwlock_timedrdlock, until_ms)) return NULL;
-  qkvi_layer_pin(&locked->layer, 0);
-  return &locked->layer;
-}
-
-static const qkv_layer *change_by(qkv_session *session, uint32_t layer, int64_t until_ms) {
-  locked_layer *locked = layer_at(session, layer);
-  if (!lock_by(locked, pthread_rwlock_timedwrlock, until_ms)) return NULL;
-  qkvi_layer_pin(&locked->layer, 0);
-  locked->layer.pinned = true;
-  return &locked->layer;
-}
-
-// ---- Eviction ----
-
-#define FOREVER INT64_MAX
-
 // How an eviction locks a layer.
 typedef enum eviction_lock {
   TRY_READ,  // not where a thread changes the layer
@@ -110,19 +48,16 @@ typedef enum eviction_lock {
   WRITE,  // waits for readers
 } eviction_lock;
 
-static const qkv_layer *begin_evict(qkv_session *session, uint32_t layer, eviction_lock how, int64_t until_ms) {
+static const qkv_layer *begin_evict(qkv_session *session, uint32_t layer, eviction_lock how) {
   if (how == TRY_READ) return qkvi_session_try_look(session, layer);
-  if (until_ms == FOREVER)
-    return how == READ ? qkvi_session_look(session, layer) : qkvi_session_change(session, layer);
-  return how == READ ? look_by(session, layer, until_ms) : change_by(session, layer, until_ms);
+  return how == READ ? qkvi_session_look(session, layer) : qkvi_session_change(session, layer);
 }
 
 // True where a thread that has the layer, to read or to change it, keeps pages of it in memory.
-static bool evict_layer(qkv_session *session, uint32_t at, eviction_lock how, int64_t until_ms, uint64_t bytes,
-                        uint64_t *freed) {
+static bool evict_layer(qkv_session *session, uint32_t at, eviction_lock how, uint64_t bytes, uint64_t *freed) {
   bool in_use = false;
   if (qkvi_session_stays(session, at)) return false;
-  const qkv_layer *layer = begin_evict(session, at, how, until_ms);
+  const qkv_layer *layer = begin_evict(session, at, how);
   if (layer == NULL) return true;
   *freed += qkv_layer_evict(layer, bytes - *freed, qkv_session_last_used_ms(session), &in_use);
   if (how == WRITE) {
@@ -133,24 +68,16 @@ static bool evict_layer(qkv_session *session, uint32_t at, eviction_lock how, in
   return in_use;
 }
 
-static uint64_t evict(qkv_session *session, uint64_t bytes, bool wait, int64_t until_ms) {
+uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait) {
   uint64_t freed = 0;
   bool in_use = false;
   if (qkv_session_config_of(session)->backing == NULL || !qkvi_session_has_layers(session)) return 0;
   const uint32_t layers = qkv_session_model(session)->layers, last = qkv_session_last_layer(session);
   for (uint32_t i = 1; i <= layers && freed < bytes; i++)
-    in_use |= evict_layer(session, (last + layers - i) % layers, wait ? READ : TRY_READ, until_ms, bytes, &freed);
+    in_use |= evict_layer(session, (last + layers - i) % layers, wait ? READ : TRY_READ, bytes, &freed);
   for (uint32_t i = 1; i <= layers && wait && in_use && freed < bytes; i++)
-    (void)evict_layer(session, (last + layers - i) % layers, WRITE, until_ms, bytes, &freed);
+    (void)evict_layer(session, (last + layers - i) % layers, WRITE, bytes, &freed);
   return freed;
-}
-
-uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait) {
-  return evict(session, bytes, wait, FOREVER);
-}
-
-uint64_t qkv_session_evict_by(qkv_session *session, uint64_t bytes, int64_t until_ms) {
-  return evict(session, bytes, true, until_ms);
 }
 
 void qkv_session_pin(qkv_session *session, uint32_t layer) {

@@ -34,11 +34,6 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
 // read stay, and layers that they change are left out. With `wait` they are waited for, readers only where nothing
 // else is left. Returns the bytes.
 uint64_t qkv_session_evict(qkv_session *session, uint64_t bytes, bool wait);
-// The same, waiting until then on the monotonic clock: an attend of very many queries takes as long as it likes.
-uint64_t qkv_session_evict_by(qkv_session *session, uint64_t bytes, int64_t until_ms);
-
-// Whether another thread has one of its layers now, to read or to change it.
-bool qkv_session_is_in_use(qkv_session *session);
 
 // Whether its owner has pinned it.
 bool qkv_session_is_pinned(const qkv_session *session);

@@ -10,7 +10,6 @@
 #include "server/residency/internal.h"
 
 enum { WAIT_MS = 10000, IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
-enum { USED_MS = 100 };  // as of eviction.c
 
 // A pass over the tenant's own sessions of a list, the least recently used first: `look` returns false to end it.
 // True where all were visited.
@@ -53,7 +52,6 @@ typedef struct eviction {
   const qkv_account *account;
   uint64_t target, freed;  // bytes
   bool wait;
-  int64_t until_ms;  // for layers in use
 } eviction;
 
 static bool evict_one(void *context, qkv_session *session) {
@@ -61,8 +59,7 @@ static bool evict_one(void *context, qkv_session *session) {
   const uint64_t now = taken(on->account);
   if (now <= on->target) return false;
   qkv_metric_add(&on->residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
-  on->freed += on->wait ? qkv_session_evict_by(session, now - on->target, on->until_ms)
-                        : qkv_session_evict(session, now - on->target, false);
+  on->freed += qkv_session_evict(session, now - on->target, on->wait);
   return true;
 }
 
@@ -70,7 +67,6 @@ static bool evict_one(void *context, qkv_session *session) {
 static void evict(qkvi_residency *residency, const qkv_account *account, uint64_t target, bool wait) {
   eviction on = {.residency = residency, .account = account, .target = target, .wait = wait};
   qkv_recency_begin(qkv_store_recency(residency->store), QKV_RECENCY_CODED);  // a pass of objects is part of it
-  on.until_ms = qkv_now_ms() + USED_MS;
   (void)look_at_own(qkv_store_recency(residency->store), account, QKV_RECENCY_CODED, evict_one, &on);
   qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
   const uint64_t left = taken(account);
@@ -90,7 +86,7 @@ static bool seal_one(void *context, qkv_session *session) {
   sealing *on = context;
   const uint64_t before = qkv_session_bytes_exact(session);
   if (before == 0 || qkv_session_is_pinned(session)) return true;
-  const bool idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS && !qkv_session_is_in_use(session);
+  const bool idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
   const qkv_status status = idle ? qkv_session_seal(session, NULL) : QKV_UNAVAILABLE;
   const uint64_t after = qkv_session_bytes_exact(session);
   if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(on->residency->store), session, after);

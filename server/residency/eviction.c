@@ -11,7 +11,6 @@
 #include "server/residency/internal.h"
 
 enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
-enum { USED_MS = 100 };  // that a pass waits for layers in use, of all sessions together
 
 // Spills objects that were last used before.
 static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_t before_ms) {
@@ -30,7 +29,6 @@ static uint64_t run(qkvi_residency *residency, uint64_t target, bool wait, bool 
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t freed = 0, taken;
   qkv_recency_begin(recency, QKV_RECENCY_CODED);
-  const int64_t until = qkv_now_ms() + USED_MS;
   qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
   while (qkvi_budget_taken(residency) > target) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_CODED);
@@ -43,8 +41,7 @@ static uint64_t run(qkvi_residency *residency, uint64_t target, bool wait, bool 
     taken = qkvi_budget_taken(residency);
     if (taken > target) {
       qkv_metric_add(&residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
-      freed += wait ? qkv_session_evict_by(session, taken - target, until)
-                    : qkv_session_evict(session, taken - target, false);
+      freed += qkv_session_evict(session, taken - target, wait);
     }
     qkv_session_unref(&session);
   }
@@ -80,11 +77,10 @@ static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
 }
 
 // Codes exact rows of the least recently used sessions into pages, which can be evicted, until `bytes` of rows are
-// coded. `*left`: there are more, of sessions that were in use just now, or still are: an attend may be long.
+// coded. `*left`: there are more, of sessions that were in use just now.
 uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t sealed = 0;
-  bool in_use = false;
   *left = false;
   qkv_recency_begin(recency, QKV_RECENCY_EXACT);
   while (sealed < bytes && !*left) {
@@ -92,14 +88,11 @@ uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool
     if (session == NULL) break;
     if (qkv_session_bytes_exact(session) > 0 && !qkv_session_is_pinned(session)) {
       *left = qkv_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
-      const bool used = !*left && qkv_session_is_in_use(session);
-      if (!*left && !used) sealed += seal_session(residency, session);
-      in_use |= used;
+      if (!*left) sealed += seal_session(residency, session);
     }
     qkv_session_unref(&session);
   }
   qkv_recency_end(recency, QKV_RECENCY_EXACT);
-  *left |= in_use;
   return sealed;
 }
 

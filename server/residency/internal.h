@@ -195,11 +195,10 @@ void qkvi_eviction_expel_one(qkvi_residency *residency, qkv_session *session, co
 // memory, or objects that were not used for longer.
 void qkvi_eviction_expel(qkvi_residency *residency);
 // Evicts sessions and objects from memory, the least recently used first, down to `target` bytes. Layers in use are
-// waited for, 0.1 s all together, or skipped. Returns the bytes that were freed. One run at a time: other callers
-// wait for its end.
+// waited for, or skipped. Returns the bytes that were freed. One run at a time: other callers wait for its end.
 uint64_t qkvi_eviction_run(qkvi_residency *residency, uint64_t target, bool wait);
 // Codes exact rows of the least recently used sessions into pages, which can be evicted, until `bytes` of rows are
-// coded; returns how many. `*left`: there are more, of sessions that were in use just now, or still are.
+// coded; returns how many. `*left`: there are more, of sessions that were in use just now.
 uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left);
 
 // Opens the storage and fills the store (recovery.c). At most `dirty_bytes` may wait to be written.
