@@ -1,6 +1,7 @@
 #include "engine/cache/session_table.h"
 
 #include <assert.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,7 +9,7 @@
 
 #include "engine/cache/session_slots.h"
 
-enum { PLACES_FIRST = 16, KEYS_AT_ONCE = 16 };
+enum { PLACES_FIRST = 16, KEYS_AT_ONCE = 16, PART_PLACES = 512 };
 
 qkvi_table_key qkvi_key_of_name(const char *tenant, const char *name) {
   qkvi_table_key key;
@@ -173,4 +174,21 @@ void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *ses
 qkv_session *qkvi_session_table_next(const qkvi_session_table *table, size_t *place) {
   while (*place < table->places && table->sessions[*place] == 0) ++*place;
   return *place < table->places ? qkv_session_of(table->sessions[(*place)++]) : NULL;
+}
+
+// A part is a range of hashes, which no change of the table moves. Sessions lie at the home of their hash or behind
+// it, before the next free place.
+bool qkvi_session_table_next_part(const qkvi_session_table *table, uint64_t *next,
+                                  void (*fn)(void *context, qkv_session *session), void *context) {
+  const uint64_t all = UINT64_C(1) << 32, begin = *next, parts = table->places / PART_PLACES + 1;
+  const uint64_t end = begin + all / parts + 1 < all ? begin + all / parts + 1 : all;
+  *next = end;
+  if (table->places == 0) return false;
+  const size_t first = home_of(table, (uint32_t)begin), last = home_of(table, (uint32_t)(end - 1));
+  for (size_t place = first, seen = 0; seen < table->places; seen++, place = behind(table, place)) {
+    if (table->sessions[place] == 0 && first + seen >= last) break;
+    const bool within = table->hashes[place] >= begin && table->hashes[place] < end;
+    if (table->sessions[place] != 0 && within) fn(context, qkv_session_of(table->sessions[place]));
+  }
+  return end < all;
 }

@@ -37,5 +37,10 @@ void qkvi_session_table_add(qkvi_session_table *table, qkv_session *session);
 void qkvi_session_table_remove(qkvi_session_table *table, const qkv_session *session);
 // The next one at or behind `*place`, which begins at 0 and is moved on; NULL: there are no more.
 qkv_session *qkvi_session_table_next(const qkvi_session_table *table, size_t *place);
+// Calls fn for the sessions of the next part of the table, some hundred, in no order. `*next` begins at 0; false:
+// that was the last part. Whatever changes between two parts, a session that stays in the table, under its name,
+// comes once.
+bool qkvi_session_table_next_part(const qkvi_session_table *table, uint64_t *next,
+                                  void (*fn)(void *context, qkv_session *session), void *context);
 
 #endif

@@ -11,17 +11,25 @@
 #include "engine/cache/session_slots.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_table.h"
+#include "engine/cache/store_internal.h"
 
 // Memory for the tables themselves: as everywhere outside the arena, running out of it is the end.
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 
+// The sessions that one tenant has open with a model. They refer to the account.
+typedef struct model_tenant {
+  const qkv_account *account;
+  size_t sessions;
+  UT_hash_handle hh;
+} model_tenant;
+
 typedef struct model_entry {
   qkv_model model;  // first, so that a model of the store is its entry
   qkvi_table_key key;
-  bool shared;      // with the tenants that have none of its name; of the default tenant's alone
-  size_t sessions;  // open
-  size_t number;    // from 0, in the order in which they were registered
+  bool shared;            // with the tenants that have none of its name; of the default tenant's alone
+  size_t sessions;        // open
+  model_tenant *tenants;  // that have some of these
   UT_hash_handle hh;
 } model_entry;
 
@@ -35,6 +43,41 @@ struct qkv_store {
   model_entry *models;          // in order of name, then tenant
   qkvi_session_table sessions;  // one reference each
 };
+
+static model_entry *entry_of_model(const qkv_session *session) {
+  return (model_entry *)qkv_session_model(session);
+}
+
+static void add_to_model(model_entry *model, const qkv_account *account) {
+  model_tenant *of = NULL;
+  HASH_FIND_PTR(model->tenants, &account, of);
+  if (of == NULL) {
+    of = calloc(1, sizeof *of);
+    assert(of != NULL);
+    of->account = account;
+    HASH_ADD_PTR(model->tenants, account, of);
+  }
+  of->sessions++;
+  model->sessions++;
+}
+
+static void drop_from_model(model_entry *model, const qkv_account *account) {
+  model_tenant *of = NULL;
+  HASH_FIND_PTR(model->tenants, &account, of);
+  assert(of != NULL);
+  model->sessions--;
+  if (--of->sessions > 0) return;
+  HASH_DEL(model->tenants, of);
+  free(of);
+}
+
+// `account` NULL: of all tenants.
+static size_t sessions_of(const model_entry *model, const qkv_account *account) {
+  const model_tenant *of = NULL;
+  if (account == NULL) return model->sessions;
+  HASH_FIND_PTR(model->tenants, &account, of);
+  return of == NULL ? 0 : of->sessions;
+}
 
 static void lock_to_read(qkv_store *store) {
   int failed = pthread_rwlock_rdlock(&store->lock);
@@ -51,6 +94,18 @@ static void unlock(qkv_store *store) {
   assert(failed == 0);
 }
 
+// By default readers go before writers: lists that overlap would keep sessions from being opened. No thread that has
+// the lock takes it again.
+static void init_lock(pthread_rwlock_t *lock) {
+  pthread_rwlockattr_t attributes;
+  int failed = pthread_rwlockattr_init(&attributes);
+  failed |= pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+  failed |= pthread_rwlock_init(lock, &attributes);
+  assert(failed == 0);
+  (void)failed;
+  (void)pthread_rwlockattr_destroy(&attributes);
+}
+
 qkv_store *qkv_store_create(const qkv_store_config *config) {
   assert(config->policy.codec != NULL && config->policy.recent_window >= 0);
   qkv_store *store = calloc(1, sizeof *store);
@@ -60,8 +115,7 @@ qkv_store *qkv_store_create(const qkv_store_config *config) {
   store->accounts = qkv_accounts_create(store->arena, config->limits, config->limits_context);
   store->prefixes = qkv_prefix_index_create(config->prefixes_max);
   store->recency = qkv_recency_create();
-  int failed = pthread_rwlock_init(&store->lock, NULL);
-  assert(failed == 0);
+  init_lock(&store->lock);
   return store;
 }
 
@@ -74,6 +128,7 @@ void qkv_store_destroy(qkv_store **store) {
     qkv_recency_leave(left->recency, session);
     qkv_session_close_tokens(session);
     qkv_account_close(qkv_session_account(session));
+    drop_from_model(entry_of_model(session), qkv_session_account(session));
     qkv_session_unref(&session);
   }
   qkvi_session_table_deinit(&left->sessions);
@@ -179,7 +234,6 @@ static model_entry *add_model(qkv_store *store, const qkv_model *model) {
     memcpy(entry->model.overrides, model->overrides, model->override_count * sizeof *model->overrides);
   }
   entry->model.learner = create_learner(store, &entry->model);
-  entry->number = HASH_COUNT(store->models);
   entry->key = qkvi_key_of_name(model->tenant, model->name);
   HASH_ADD_KEYPTR_INORDER(hh, store->models, entry->key.text, entry->key.bytes, entry, by_name_and_tenant);
   return entry;
@@ -325,29 +379,14 @@ qkv_status qkv_store_own_model(qkv_store *store, const char *tenant, const char 
   return QKV_OK;
 }
 
-static model_entry *entry_of_model(const qkv_session *session) {
-  return (model_entry *)qkv_session_model(session);
-}
-
-// With the lock. Of each model the sessions of one tenant, by its number.
-static size_t *count_sessions(qkv_store *store, const char *tenant) {
-  size_t *counts = calloc(HASH_COUNT(store->models) + 1, sizeof *counts);
-  assert(counts != NULL);
-  const qkv_session *session;
-  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
-    if (strcmp(qkv_session_config_of(session)->tenant, tenant) == 0) counts[entry_of_model(session)->number]++;
-  }
-  return counts;
-}
-
 qkv_status qkv_store_unshare_model(qkv_store *store, const qkv_model *model, qkv_error *error) {
+  qkv_account *account = qkv_accounts_join(store->accounts, model->tenant);
   lock_to_write(store);
   model_entry *entry = find_model(store, model->tenant, model->name);
-  size_t *own = count_sessions(store, model->tenant);
-  const size_t others = entry->sessions - own[entry->number];
+  const size_t others = entry->sessions - sessions_of(entry, account);
   if (others == 0) entry->shared = false;
   unlock(store);
-  free(own);
+  qkv_account_unref(&account);
   if (others == 0) return QKV_OK;
   return qkv_fail(error, QKV_FAILED_PRECONDITION, "the model %s has %zu sessions of other tenants", model->name,
                   others);
@@ -355,14 +394,14 @@ qkv_status qkv_store_unshare_model(qkv_store *store, const qkv_model *model, qkv
 
 void qkv_store_each_model(qkv_store *store, const char *tenant,
                           bool (*fn)(void *context, const qkv_model *model, size_t sessions), void *context) {
+  qkv_account *account = tenant == NULL ? NULL : qkv_accounts_join(store->accounts, tenant);
   lock_to_read(store);
-  size_t *counts = tenant == NULL ? NULL : count_sessions(store, tenant);
   for (model_entry *entry = store->models; entry != NULL; entry = entry->hh.next) {
     if (tenant != NULL && find_visible(store, tenant, entry->model.name) != entry) continue;
-    if (!fn(context, &entry->model, counts == NULL ? entry->sessions : counts[entry->number])) break;
+    if (!fn(context, &entry->model, sessions_of(entry, account))) break;
   }
   unlock(store);
-  free(counts);
+  qkv_account_unref(&account);
 }
 
 // ---- Sessions ----
@@ -390,7 +429,7 @@ static qkv_status check_session(const qkv_session_config *config, qkv_error *err
 
 // The reference is the table's from here on.
 static void add_session(qkv_store *store, qkv_session *session) {
-  entry_of_model(session)->sessions++;
+  add_to_model(entry_of_model(session), qkv_session_account(session));
   qkvi_session_table_add(&store->sessions, session);
   qkv_recency_join(store->recency, session);
 }
@@ -519,33 +558,18 @@ size_t qkv_store_backed(qkv_store *store, qkv_session **out, size_t max) {
   return count;
 }
 
-uint64_t qkv_store_staying(qkv_store *store) {
-  uint64_t bytes = 0;
+bool qkvi_store_next_part(qkv_store *store, uint64_t *next, void (*fn)(void *context, qkv_session *session),
+                          void *context) {
   lock_to_read(store);
-  const qkv_session *session;
-  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
-    if (qkv_session_config_of(session)->backing == NULL || qkv_session_is_pinned(session))
-      bytes += qkv_session_bytes_kept(session);
-  }
+  const bool more = qkvi_session_table_next_part(&store->sessions, next, fn, context);
   unlock(store);
-  return bytes;
-}
-
-uint64_t qkv_store_evictable(qkv_store *store) {
-  uint64_t bytes = 0;
-  lock_to_read(store);
-  const qkv_session *session;
-  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
-    if (qkv_session_may_go(session)) bytes += qkv_session_bytes_kept(session);
-  }
-  unlock(store);
-  return bytes;
+  return more;
 }
 
 // Takes the session, which has been found, out of the table and gives the lock back.
 static qkv_status close_found(qkv_store *store, qkv_session *session, uint64_t *bytes_freed) {
   qkvi_session_table_remove(&store->sessions, session);
-  entry_of_model(session)->sessions--;
+  drop_from_model(entry_of_model(session), qkv_session_account(session));
   qkv_account_close(qkv_session_account(session));
   qkv_recency_leave(store->recency, session);
   unlock(store);
@@ -587,52 +611,6 @@ bool qkv_store_fold(qkv_store *store, qkv_session *session) {
   qkv_prefix_index_unlock(store->prefixes);
   unlock(store);
   return begun && qkvi_session_fold_end(session, working);
-}
-
-static const char *tenant_of(const qkv_session *session) {
-  return qkv_session_config_of(session)->tenant;
-}
-
-static int by_name(const void *a, const void *b) {
-  const qkv_session *first = *(qkv_session *const *)a, *second = *(qkv_session *const *)b;
-  const int order = strcmp(qkv_session_name(first), qkv_session_name(second));
-  return order != 0 ? order : strcmp(tenant_of(first), tenant_of(second));
-}
-
-bool qkv_store_is_behind(const qkv_session *session, const qkv_store_place *after) {
-  const int order = strcmp(qkv_session_name(session), after->name);
-  if (order != 0 || after->tenant[0] == '\0') return order > 0;
-  return strcmp(tenant_of(session), after->tenant) > 0;
-}
-
-static bool is_listed(const qkv_session *session, const qkv_store_filter *filter) {
-  const char *name = qkv_session_name(session);
-  if (filter->tenant != NULL && strcmp(tenant_of(session), filter->tenant) != 0) return false;
-  if (filter->prefix != NULL && strncmp(name, filter->prefix, strlen(filter->prefix)) != 0) return false;
-  return filter->after == NULL || qkv_store_is_behind(session, filter->after);
-}
-
-size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_session **out, size_t max) {
-  size_t count = 0;
-  lock_to_read(store);
-  qkv_session **found = (qkv_session **)calloc(store->sessions.count + 1, sizeof *found), *session;
-  assert(found != NULL);
-  for (size_t place = 0; (session = qkvi_session_table_next(&store->sessions, &place)) != NULL;) {
-    if (is_listed(session, filter)) found[count++] = session;
-  }
-  qsort((void *)found, count, sizeof *found, by_name);
-  if (count > max) count = max;
-  for (size_t i = 0; i < count; i++) out[i] = qkv_session_ref(found[i]);
-  unlock(store);
-  free((void *)found);
-  return count;
-}
-
-qkv_store_place qkv_store_place_of(const qkv_session *session) {
-  qkv_store_place place;
-  (void)snprintf(place.name, sizeof place.name, "%s", qkv_session_name(session));
-  (void)snprintf(place.tenant, sizeof place.tenant, "%s", tenant_of(session));
-  return place;
 }
 
 // While the session is in the index, the store holds a reference: it leaves the index first.

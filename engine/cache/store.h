@@ -3,7 +3,8 @@
 //
 // A model of the default tenant can be shared: then it is visible to each tenant that has no model of its name.
 //
-// Threads: any. One lock over the two tables, held for look-ups and changes of them only.
+// Threads: any. One lock over the two tables, held for look-ups and changes of them only; walks over all sessions
+// take it for some hundred at a time.
 #ifndef QKV_ENGINE_CACHE_STORE_H
 #define QKV_ENGINE_CACHE_STORE_H
 
@@ -124,12 +125,14 @@ bool qkv_store_is_behind(const qkv_session *session, const qkv_store_place *afte
 
 // Which sessions are listed; what is NULL leaves none out.
 typedef struct qkv_store_filter {
-  const char *tenant, *prefix;   // prefix: of the name
-  const qkv_store_place *after;  // those behind it
+  const char *tenant, *prefix;                                      // prefix: of the name
+  const qkv_store_place *after;                                     // those behind it
+  bool (*wanted)(const void *context, const qkv_session *session);  // called with the store's lock
+  const void *context;
 } qkv_store_filter;
 
 // References to the first `max` sessions at most, open and staged, by name, then tenant. The caller returns each.
-// Returns how many.
+// Returns how many. Of sessions that are opened or closed meanwhile any may be among them.
 size_t qkv_store_list(qkv_store *store, const qkv_store_filter *filter, qkv_session **out, size_t max);
 
 // References to up to `max` open sessions that have a backing, in no order. The caller returns each. Returns how

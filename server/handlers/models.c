@@ -257,14 +257,11 @@ static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
   qkvi_model_message_clear(&answer.parts);
 }
 
-static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
-  qkv_error error = {0};
+// Models have up to 1024 overrides each.
+static void list_job(void *context) {
+  qkv_rpc_call *call = context;
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  Qkv__V1__ListModelsRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__list_models_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
-  qkvi_control_free(request);
-
+  if (!qkvi_job_wanted(call)) return;
   listing list = {0};
   qkv_store_each_model(daemon->store, listed_tenant(call), collect, &list);
   entry_message *parts = calloc(list.count + 1, sizeof *parts);
@@ -282,6 +279,10 @@ static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
   free(rows);
   free(parts);
   free(list.entries);
+}
+
+static void on_list_models(qkv_rpc_call *call, qkv_bytes message) {
+  qkvi_request_job(call, message, &qkv__v1__list_models_request__descriptor, QKVI_WAIT_LAYERS, list_job);
 }
 
 // ---- UnshareModel ----
@@ -313,6 +314,6 @@ static void on_unshare_model(qkv_rpc_call *call, qkv_bytes message) {
 const qkv_rpc_method qkvi_models_methods[] = {
     {.path = "/qkv.v1.KvCache/RegisterModel", .message = on_register_model, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.KvCache/GetModel", .message = on_get_model},
-    {.path = "/qkv.v1.KvCache/ListModels", .message = on_list_models},
+    {.path = "/qkv.v1.KvCache/ListModels", .message = on_list_models, .destroy = qkvi_control_free},
     {.path = "/qkv.v1.Admin/UnshareModel", .message = on_unshare_model, .destroy = qkvi_control_free},
     {0}};

@@ -150,51 +150,29 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
 // ---- ListSessions ----
 
 typedef struct session_page {
-  qkv_session *sessions[PAGE_SIZE_MAX];  // references
+  qkv_session *sessions[PAGE_SIZE_MAX + 1];  // references
   size_t count;
-  qkv_store_place last;  // that was visited
+  qkv_store_place last;  // behind which the page begins, then: of the page
   bool more;             // behind it
 } session_page;
 
-static bool wanted(const Qkv__V1__ListSessionsRequest *request, const qkv_session *session) {
+static bool wanted(const void *context, const qkv_session *session) {
+  const Qkv__V1__ListSessionsRequest *request = context;
   if (qkv_session_is_staged(session)) return false;
   return request->model[0] == '\0' || strcmp(request->model, qkv_session_model(session)->name) == 0;
 }
 
-// Keeps the matching ones of `listed` until the page is full. Returns how many were visited; the references of the
-// others are returned.
-static size_t take_wanted(const Qkv__V1__ListSessionsRequest *request, qkv_session **listed, size_t count,
-                          size_t size, session_page *page) {
-  size_t looked = 0;
-  for (; looked < count && page->count < size; looked++) {
-    page->last = qkv_store_place_of(listed[looked]);
-    if (!wanted(request, listed[looked])) continue;
-    page->sessions[page->count++] = listed[looked];
-    listed[looked] = NULL;
-  }
-  for (size_t i = 0; i < count; i++) {
-    if (listed[i] != NULL) qkv_session_unref(&listed[i]);
-  }
-  return looked;
-}
-
-// Filters what the store lists, until the page is full or there is no more. The store sorts all its sessions for
-// every list, so one takes them all, unless some are opened meanwhile.
 static void fill_page(qkv_store *store, const Qkv__V1__ListSessionsRequest *request, const char *tenant, size_t size,
                       session_page *page) {
-  const size_t max = qkv_store_read_stats(store).sessions + 1;
-  qkv_session **listed = calloc(max, sizeof *listed);
-  if (listed == NULL) abort();
-  const qkv_store_filter filter = {
-      .tenant = tenant[0] == '\0' ? NULL : tenant, .prefix = request->prefix, .after = &page->last};
-  page->count = 0;
-  size_t count, looked;
-  do {
-    count = qkv_store_list(store, &filter, listed, max);
-    looked = take_wanted(request, listed, count, size, page);
-  } while (looked == max);
-  page->more = looked < count;
-  free(listed);
+  const qkv_store_filter filter = {.tenant = tenant[0] == '\0' ? NULL : tenant,
+                                   .prefix = request->prefix,
+                                   .after = &page->last,
+                                   .wanted = wanted,
+                                   .context = request};
+  page->count = qkv_store_list(store, &filter, page->sessions, size + 1);
+  page->more = page->count > size;
+  if (page->more) qkv_session_unref(&page->sessions[--page->count]);
+  if (page->count > 0) page->last = qkv_store_place_of(page->sessions[page->count - 1]);
 }
 
 // A token is the name of the last session; where those of all tenants are listed, it is followed by "," and its
