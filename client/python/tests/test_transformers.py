@@ -513,8 +513,14 @@ def test_what_is_refused(client):
         cache.reset()
         model(ids, past_key_values=cache)
         model.set_attn_implementation("sdpa")  # behind the cache's back
-        with pytest.raises(qkvd.Unimplemented, match="layer 0 has not attended by way of qkvd"):
+        said = r'layer 0 gave its keys .* is now "sdpa"; call model.set_attn_implementation.* reset\(\), or crop'
+        with pytest.raises(qkvd.Unimplemented, match=said):
             model(ids[:, :1], past_key_values=cache)
+        model.set_attn_implementation("qkvd")
+        with pytest.raises(qkvd.Unimplemented, match=r"layer 0 .*: an exception has ended its step, or .* mode=\"fetch\""):
+            model(ids[:, :1], past_key_values=cache)
+        cache.crop(ids.shape[1])
+        model(ids[:, :1], past_key_values=cache)
     with pytest.raises(qkvd.InvalidArgument, match="mode is"):
         QkvdCache(client, model, mode="x")
     hybrid = small("jamba")

@@ -307,9 +307,17 @@ class QkvdCache(Cache):  # type: ignore[misc]
             raise InvalidArgument(f"a batch of {key.shape[0]} meets a cache of {len(self._rows)} sequences")
 
     def _astray(self) -> Error:
+        """Why rows are left whose queries have not come, and what to do."""
+        now = self._config._attn_implementation
+        why = (
+            f'the model\'s attention is now "{now}"; call model.set_attn_implementation("{NAME}")'
+            if now != NAME
+            else "an exception has ended its step, or the model attends by code of its own, or with other keys than "
+            '`update` has given back, which needs mode="fetch"'
+        )
         return Unimplemented(
-            f"layer {self._unattended} has not attended by way of qkvd: its attention is not the registered one, or gets "
-            'other keys than the cache has given; use mode="fetch"'
+            f'layer {self._unattended} gave its keys to the cache, and attention "{NAME}" was not called with them: {why}. '
+            "Of this step the cache has the rows of some layers alone: call its reset(), or crop() to what it had before"
         )
 
 
