@@ -1,6 +1,7 @@
 """Connections: deadlines, repeats, a daemon that goes and comes back, threads, fork(), TLS and tokens."""
 
 import asyncio
+import gc
 import math
 import os
 import shutil
@@ -132,6 +133,52 @@ def test_streams_that_do_not_begin_are_not_counted(client, session, queries, mon
     monkeypatch.setattr("qkvd.waits.Watch.start", none_left)
     with pytest.raises(RuntimeError):
         list(client.fetch_rows(session.name))
+    assert calls_under_way._streams == 0
+
+
+def test_a_stream_that_is_not_closed_ends_with_its_object(daemon, client, session, rows, queries):
+    """Also one in a cycle, and one of several daemons."""
+    session.append(0, *rows(3))
+    item = qkvd.Item(session=session.name, q=queries(1))
+
+    def watches():
+        return [thread for thread in threading.enumerate() if thread.name == "qkvd-decode-watch"]
+
+    def ended():
+        return calls_under_way._streams == 0 and not watches()
+
+    assert ended()
+    with qkvd.Client(f"{daemon.target},{daemon.tcp}", placement=session.name) as several:
+        for one in (client, several):
+            stream = one.decode()
+            stream.attend([item])
+            assert calls_under_way._streams == 1 and len(watches()) == 1
+            del stream
+            wait_for(ended, "the stream goes on")
+            stream = one.decode()
+            stream.own = stream
+            stream.attend([item])
+            del stream
+            gc.collect()
+            wait_for(ended, "the stream goes on")
+
+
+def test_a_stream_that_ends_while_calls_are_counted(client, session, rows, queries):
+    """The collector of garbage may find it in the middle of that, on the same thread."""
+    session.append(0, *rows(3))
+    stream = client.decode()
+    stream.attend([qkvd.Item(session=session.name, q=queries(1))])
+    held = [stream]
+    del stream
+
+    def end():
+        with calls_under_way._changed:
+            held.clear()
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=end, daemon=True).start()
+    assert done.wait(20)
     assert calls_under_way._streams == 0
 
 

@@ -40,7 +40,8 @@ class Calls:
         self.renew()
 
     def renew(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        # The collector of garbage may end a stream while its thread is in one of these.
+        self._changed = threading.Condition(threading.RLock())
         self._running = 0
         self._streams = 0
         self._forking = False

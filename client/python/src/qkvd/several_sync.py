@@ -289,7 +289,7 @@ class DecodeStreams(DecodeStream):
     ) -> list[Result]:
         """As `DecodeStream.attend`; where all daemons have failed, the first one's error is raised."""
         seconds = calls.checked_timeout(self._timeout if timeout is None else timeout)
-        if self._process != os.getpid():
+        if self._opened.process != os.getpid():
             raise errors.FailedPrecondition("the decode stream was opened before fork(): open one in the child")
 
         def step(one: Client, places: list[int], left: float) -> list[Result]:
