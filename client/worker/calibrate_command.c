@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include "client/common/file.h"
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "client/worker/calibrate.h"
 #include "client/worker/text.h"
@@ -23,7 +24,7 @@ typedef struct calibrate_job {
 // Windows one after the other.
 static qkv_status learn_windows(calibrate_job *job, const int32_t *text, int64_t count, qkv_error *error) {
   for (int64_t begin = 0; begin < count && job->left > 0; begin += job->window) {
-    if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
+    if (qkv_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
     int64_t tokens = count - begin < job->window ? count - begin : job->window;
     if (tokens > job->left) tokens = job->left;
     QKV_TRY(qkvi_calibrator_add(job->calibrator, text + begin, tokens, error));
@@ -138,7 +139,7 @@ int qkvi_calibrate(void *values, const qkv_option_list *arguments) {
   qkvi_lm *lm = NULL;
   qkv_error error = {0};
   if (qkvi_worker_load(worker, &lm, &error) != QKV_OK) return qkv_program_failed("%s", error.text);
-  qkvi_worker_catch_signals();
+  qkv_interrupt_catch();
   calibrate_job job = {.worker = worker,
                        .lm = lm,
                        .window = worker->length < lm->context ? worker->length : lm->context,

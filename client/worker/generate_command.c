@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "client/common/durability.h"
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "client/worker/generate.h"
 #include "client/worker/remote.h"
@@ -46,7 +47,7 @@ static bool print_token(const generate_job *job, int32_t token) {
 }
 
 static qkv_status decode(generate_job *job, qkv_error *error) {
-  while (job->generated < job->worker->tokens && !qkvi_worker_interrupted()) {
+  while (job->generated < job->worker->tokens && !qkv_interrupted()) {
     const int32_t next = qkvi_generation_next(job->generation, &job->quality);
     if (qkvi_tokenizer_is_control(job->lm->tokenizer, next)) break;
     if (!print_token(job, next)) return qkv_fail(error, QKV_UNAVAILABLE, "standard output cannot be written");
@@ -177,7 +178,7 @@ static int finish(generate_job *job) {
   } else if (!worker->program.json && isatty(STDOUT_FILENO)) {
     putchar('\n');
   }
-  if (qkvi_worker_interrupted()) return qkv_program_failed("interrupted");
+  if (qkv_interrupted()) return qkv_program_failed("interrupted");
   return QKV_EXIT_OK;
 }
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "client/worker/score.h"
 #include "client/worker/text.h"
@@ -47,7 +48,7 @@ static qkv_status score_windows(score_job *job, const char *path, const int32_t 
                     unit(job), options->length + 1);
   }
   for (int64_t i = 0; i < options->windows; i++) {
-    if (qkvi_worker_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
+    if (qkv_interrupted()) return qkv_fail(error, QKV_CANCELLED, "interrupted");
     int64_t begin = qkvi_text_window(tokens, options->length, options->windows, i);
     const qkvi_quality before = *quality;
     QKV_TRY(qkvi_score_window(job->scorer, text + begin, quality, error));

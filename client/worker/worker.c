@@ -1,28 +1,11 @@
 #include "client/worker/worker.h"
 
-#include <signal.h>
 #include <stddef.h>
 #include <stdlib.h>
 
+#include "client/common/interrupt.h"
 #include "client/worker/forward.h"
 #include "client/worker/remote.h"
-
-static volatile sig_atomic_t interrupted;
-
-static void on_signal(int signal) {
-  (void)signal;
-  interrupted = 1;
-}
-
-bool qkvi_worker_interrupted(void) {
-  return interrupted != 0;
-}
-
-void qkvi_worker_catch_signals(void) {
-  const struct sigaction action = {.sa_handler = on_signal, .sa_flags = (int)SA_RESETHAND};
-  sigaction(SIGINT, &action, NULL);
-  sigaction(SIGTERM, &action, NULL);
-}
 
 qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *error) {
   qkvi_forward_threads(worker->threads);
@@ -39,7 +22,7 @@ qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client
     qkvi_lm_free(lm);
     return qkvi_remote_failed(&call, error);
   }
-  qkvi_worker_catch_signals();
+  qkv_interrupt_catch();
   return QKV_OK;
 }
 

@@ -45,13 +45,8 @@ int qkvi_dump(void *values, const qkv_option_list *arguments);
 
 // Loads the model.
 qkv_status qkvi_worker_load(const qkvi_worker *worker, qkvi_lm **lm, qkv_error *error);
-// Loads the model and connects to the daemon.
+// Loads the model and connects to the daemon. From now on signals are caught (client/common/interrupt.h).
 qkv_status qkvi_worker_setup(const qkvi_worker *worker, qkvi_lm **lm, qkv_client **client, qkv_error *error);
 void qkvi_worker_teardown(qkvi_lm **lm, qkv_client **client);
-
-// From now on SIGINT and SIGTERM are recorded; a second one ends the program at once. Part of qkvi_worker_setup.
-void qkvi_worker_catch_signals(void);
-// True once SIGINT or SIGTERM has come: the command then ends early and closes its session.
-bool qkvi_worker_interrupted(void);
 
 #endif
