@@ -89,6 +89,13 @@ qkv_code qkvctl_source_ids(qkv_client *client, const char *session, uint32_t **i
 qkv_code qkvctl_source_calibration(qkv_client *client, const char *model, uint32_t version, uint8_t **bytes,
                                    size_t *count, qkv_call_error *error);
 
+// ---- target.c: what copy and load have in common ----
+
+// CANCELLED where a signal has come (client/common/interrupt.h).
+qkv_code qkvctl_interrupted(qkv_call_error *error);
+// Says why a session is incomplete, and that the same command goes on; the exit status.
+int qkvctl_incomplete(const qkv_call_error *error, const char *session);
+
 // ---- pages.c: parts of fetch and load; the exit status ----
 
 int qkvctl_fetch_coded(const qkvctl_values *values, const char *session);

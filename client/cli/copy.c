@@ -9,6 +9,7 @@
 #include "client/cli/cli.h"
 #include "client/cli/target.h"
 #include "client/common/durability.h"
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
@@ -17,7 +18,8 @@ typedef struct copy_job {
   qkv_client *aside;  // to the source again: a calibration is asked for in the middle of a fetch
   qkvi_coded_session source;
   qkvctl_target *target;
-  uint32_t *ids;  // of the source's tokens from position 0 on
+  const char *name;  // of the session there
+  uint32_t *ids;     // of the source's tokens from position 0 on
   size_t id_count;
   qkv_progress progress;
   qkv_call_error error;  // of what failed in the target
@@ -94,14 +96,24 @@ static qkv_code ask_calibration(void *context, uint32_t version, uint8_t **bytes
 
 static bool pass_page(void *context, const qkv_client_page *page) {
   copy_job *job = context;
+  if (qkvctl_interrupted(&job->error) != 0) return false;
   qkv_progress_add(&job->progress, page->bytes);
   return qkvctl_target_page(job->target, page, &job->error) == 0;
 }
 
 static bool pass_rows(void *context, const qkv_client_rows *rows) {
   copy_job *job = context;
+  if (qkvctl_interrupted(&job->error) != 0) return false;
   qkv_progress_add(&job->progress, rows->k.bytes + rows->v.bytes);
   return qkvctl_target_rows(job->target, rows, &job->error) == 0;
+}
+
+static qkv_code ask_rows(void *context, uint32_t layer, uint64_t begin, uint64_t end,
+                         const qkv_client_coded_receiver *to, qkv_call_error *error) {
+  const copy_job *job = context;
+  const qkv_client_fetch request = {
+      .session = job->source.info->session, .layers = &layer, .layer_count = 1, .begin = begin, .end = end};
+  return qkv_client_fetch_pages(job->from, &request, to, error);
 }
 
 static qkv_code copy_layer(copy_job *job, uint32_t layer, qkv_call_error *error) {
@@ -129,20 +141,20 @@ static int copy_layers(copy_job *job) {
   for (uint32_t layer = 0; layer < info->n_lengths && code == 0; layer++) code = copy_layer(job, layer, &error);
   qkv_progress_end(&job->progress);
   if (code == 0) return QKV_EXIT_OK;
-  return qkv_program_failed("%s (what has arrived stays; the same command goes on from there)", error.text);
+  return qkvctl_incomplete(&error, job->name);
 }
 
-static int report(const copy_job *job, const qkvctl_values *values, const char *name) {
+static int report(const copy_job *job, const qkvctl_values *values) {
   char bytes[QKV_HUMAN_MAX];
   const qkvctl_target_totals totals = qkvctl_target_totals_of(job->target);
   if (values->program.json) {
-    json_t *line = json_pack("{s:s, s:s, s:s, s:I, s:I, s:I}", "session", name, "to", values->to, "model",
+    json_t *line = json_pack("{s:s, s:s, s:s, s:I, s:I, s:I}", "session", job->name, "to", values->to, "model",
                              job->source.info->model, "rows", (json_int_t)totals.tokens, "pages",
                              (json_int_t)totals.pages, "bytes", (json_int_t)totals.bytes);
     return qkv_json_line(line) ? QKV_EXIT_OK : QKV_EXIT_FAILED;
   }
-  printf("%s: %" PRIu64 " rows copied to %s, %" PRIu64 " pages, %s\n", name, totals.tokens, values->to, totals.pages,
-         qkv_human_bytes(totals.bytes, bytes));
+  printf("%s: %" PRIu64 " rows copied to %s, %" PRIu64 " pages, %s\n", job->name, totals.tokens, values->to,
+         totals.pages, qkv_human_bytes(totals.bytes, bytes));
   return QKV_EXIT_OK;
 }
 
@@ -158,8 +170,9 @@ static int copy(copy_job *job, const qkvctl_values *values, const char *session)
   if (job->source.info->n_lengths != job->source.model->model->layers)
     return qkv_program_failed("session %s has %zu layers, its model has %" PRIu32, session,
                               job->source.info->n_lengths, job->source.model->model->layers);
+  job->name = values->session != NULL ? values->session : session;
   const qkvctl_target_config config = {.client = job->to,
-                                       .session = values->session != NULL ? values->session : session,
+                                       .session = job->name,
                                        .model = job->source.model->model,
                                        .info = job->source.info,
                                        .durability = durability,
@@ -167,10 +180,12 @@ static int copy(copy_job *job, const qkvctl_values *values, const char *session)
                                        .token_ids = job->ids,
                                        .token_count = job->id_count,
                                        .calibration = ask_calibration,
+                                       .rows = ask_rows,
                                        .context = job};
+  qkv_interrupt_catch();
   if (qkvctl_target_open(&config, &job->target, &error) != 0) return qkv_program_failed("%s", error.text);
   const int status = copy_layers(job);
-  return status == QKV_EXIT_OK ? report(job, values, config.session) : status;
+  return status == QKV_EXIT_OK ? report(job, values) : status;
 }
 
 int qkvctl_copy(void *values_in, const qkv_option_list *arguments) {

@@ -6,6 +6,7 @@
 
 #include "client/cli/cli.h"
 #include "client/cli/output.h"
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "qkv/v1/kv_cache.pb-c.h"
 
@@ -197,6 +198,10 @@ static qkv_status take_part(fetch_state *state, const qkv_client_rows *rows, int
 static bool take_rows(void *context, const qkv_client_rows *rows) {
   fetch_state *state = context;
   int64_t k_tokens = 0, v_tokens = 0;
+  if (qkv_interrupted()) {
+    (void)qkv_fail(&state->error, QKV_CANCELLED, "interrupted");
+    return false;
+  }
   if (take_part(state, rows, K, &k_tokens) != QKV_OK) return false;
   if (take_part(state, rows, V, &v_tokens) != QKV_OK) return false;
   if (k_tokens != v_tokens) {
@@ -268,6 +273,7 @@ static qkv_status fetch_layer(fetch_state *state) {
 static int fetch_all(const fetch_plan *plan, bool npy) {
   fetch_state state = {.plan = plan};
   char what[160];
+  qkv_interrupt_catch();
   qkv_status status = create_output(plan, npy, &state.output, &state.error);
   if (status != QKV_OK) return qkv_program_failed("%s", state.error.text);
   snprintf(what, sizeof what, "fetching %s", plan->session);

@@ -8,11 +8,14 @@
 #include "client/cli/cli.h"
 #include "client/cli/session_file.h"
 #include "client/common/durability.h"
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "client/format/safetensors.h"
 
 // Rows of one append: large enough to be quick, small enough for any daemon's message limit.
 enum { CHUNK_BYTES = 8 << 20 };
+// Who has interrupted the program waits no longer than this for the session to be closed.
+enum { CLOSE_MS = 5000 };
 
 typedef struct layer_rows {
   uint32_t layer;
@@ -29,6 +32,7 @@ typedef struct load_job {
   bool heads_first, before_rope;
   uint64_t rows, bytes;  // over all layers
   int durability;        // as in qkv_session_options
+  int64_t timeout_ms;
 } load_job;
 
 // ---- the file ----
@@ -157,7 +161,8 @@ static qkv_code append_layer(const load_job *job, const layer_rows *rows, qkv_pr
         .k = slice(job, rows->k, first, count),
         .v = slice(job, rows->v, first, count),
     };
-    qkv_code code = qkv_client_append(job->client, &item, 1, NULL, error);
+    qkv_code code = qkvctl_interrupted(error);
+    if (code == 0) code = qkv_client_append(job->client, &item, 1, NULL, error);
     if (code != 0) return code;
     qkv_progress_add(progress, (uint64_t)count * token_bytes);
   }
@@ -195,6 +200,7 @@ static int fill_session(const load_job *job) {
   qkv_progress_end(&progress);
   if (code == 0) return QKV_EXIT_OK;
   qkv_call_error left = {0};
+  if (qkv_interrupted() && job->timeout_ms > CLOSE_MS) qkv_client_set_timeout(job->client, CLOSE_MS);
   if (qkv_client_close_session(job->client, job->session, NULL, &left) == 0 || left.code == QKV_NOT_FOUND)
     return qkv_program_failed("%s (the session was closed again)", error.text);
   return qkv_program_failed("%s (session %s is incomplete and still to be closed: %.200s)", error.text, job->session,
@@ -220,6 +226,8 @@ static int load(load_job *job, const qkvctl_values *values) {
     return qkv_program_misused("%s", misused.text);
   job->client = qkvctl_connect(values);
   if (job->client == NULL) return QKV_EXIT_FAILED;
+  job->timeout_ms = values->program.timeout_ms;
+  qkv_interrupt_catch();
   if (open_session(job, values, &error) != 0) return qkv_program_failed("%s", error.text);
   int status = fill_session(job);
   return status == QKV_EXIT_OK ? report(job, values->program.json) : status;

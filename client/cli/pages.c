@@ -9,6 +9,7 @@
 #include "client/cli/session_file.h"
 #include "client/cli/target.h"
 #include "client/common/durability.h"
+#include "client/common/interrupt.h"
 #include "client/common/terminal.h"
 #include "engine/codec/page.h"
 #include "qkv/v1/kv_cache.pb-c.h"
@@ -53,6 +54,11 @@ static qkv_status note_version(save_job *job, const qkv_client_page *page) {
   return QKV_OK;
 }
 
+static bool was_interrupted(save_job *job) {
+  if (qkv_interrupted()) (void)qkv_fail(&job->error, QKV_CANCELLED, "interrupted");
+  return qkv_interrupted();
+}
+
 static bool save_page(void *context, const qkv_client_page *page) {
   save_job *job = context;
   const qkvctl_record record = {.kind = QKVCTL_RECORD_PAGE,
@@ -62,6 +68,7 @@ static bool save_page(void *context, const qkv_client_page *page) {
                                 .hash = page->calibration_hash,
                                 .payload = {page->image, ""},
                                 .bytes = {page->bytes}};
+  if (was_interrupted(job)) return false;
   qkv_progress_add(&job->progress, page->bytes);
   job->pages++;
   job->rows += page->tokens;
@@ -76,6 +83,7 @@ static bool save_rows(void *context, const qkv_client_rows *rows) {
                                 .tokens = (uint32_t)rows->k.dims[0],
                                 .payload = {rows->k.data, rows->v.data},
                                 .bytes = {rows->k.bytes, rows->v.bytes}};
+  if (was_interrupted(job)) return false;
   qkv_progress_add(&job->progress, rows->k.bytes + rows->v.bytes);
   job->rows += (uint64_t)rows->k.dims[0];
   return qkvctl_session_writer_put(job->writer, &record, &job->error) == QKV_OK;
@@ -151,6 +159,7 @@ int qkvctl_fetch_coded(const qkvctl_values *values, const char *session) {
   save_job job = {.client = qkvctl_connect(values)};
   if (job.client == NULL) return QKV_EXIT_FAILED;
   int status = QKV_EXIT_OK;
+  qkv_interrupt_catch();
   if (qkvi_coded_session_get(job.client, session, &job.source, &error) != 0)
     status = qkv_program_failed("%s", error.text);
   else if (qkvctl_session_writer_create(values->output, &job.writer, &job.error) != QKV_OK)
@@ -249,14 +258,49 @@ static bool make_rows(const load_pages *job, const qkvctl_record *record, qkv_cl
   return true;
 }
 
+static qkv_client_page page_of(const qkvctl_record *record) {
+  return (qkv_client_page){.layer = record->layer,
+                           .position = record->position,
+                           .tokens = record->tokens,
+                           .calibration_hash = record->hash,
+                           .image = record->payload[0],
+                           .bytes = record->bytes[0]};
+}
+
+// Rows [begin, end) of a record of rows, as far as it has them.
+static void cut(qkv_client_tensor *rows, uint64_t position, uint64_t begin, uint64_t end) {
+  const size_t row = rows->bytes / (size_t)rows->dims[0];
+  const uint64_t past = position + (uint64_t)rows->dims[0];
+  const uint64_t from = begin > position ? begin : position, to = end < past ? end : past;
+  rows->data = (const uint8_t *)rows->data + (from - position) * row;
+  rows->dims[0] = (int64_t)(to - from);
+  rows->bytes = (size_t)(to - from) * row;
+}
+
+static qkv_code file_rows(void *context, uint32_t layer, uint64_t begin, uint64_t end,
+                          const qkv_client_coded_receiver *to, qkv_call_error *error) {
+  const load_pages *job = context;
+  (void)error;
+  for (size_t i = 0; i < qkvctl_session_file_count(job->file); i++) {
+    const qkvctl_record record = qkvctl_session_file_at(job->file, i);
+    qkv_client_rows rows;
+    if (record.layer != layer || record.position >= end || record.position + record.tokens <= begin) continue;
+    if (record.kind == QKVCTL_RECORD_PAGE) {
+      const qkv_client_page page = page_of(&record);
+      (void)to->page(to->context, &page);
+    } else if (record.kind == QKVCTL_RECORD_ROWS && make_rows(job, &record, &rows)) {
+      cut(&rows.k, rows.position, begin, end);
+      cut(&rows.v, rows.position, begin, end);
+      if (begin > rows.position) rows.position = begin;
+      (void)to->rows(to->context, &rows);
+    }
+  }
+  return 0;
+}
+
 static qkv_code load_record(load_pages *job, const qkvctl_record *record, qkv_call_error *error) {
   if (record->kind == QKVCTL_RECORD_PAGE && record->bytes[0] >= sizeof(qkv_page_header)) {
-    const qkv_client_page page = {.layer = record->layer,
-                                  .position = record->position,
-                                  .tokens = record->tokens,
-                                  .calibration_hash = record->hash,
-                                  .image = record->payload[0],
-                                  .bytes = record->bytes[0]};
+    const qkv_client_page page = page_of(record);
     return qkvctl_target_page(job->target, &page, error);
   }
   qkv_client_rows rows;
@@ -271,7 +315,7 @@ static qkv_code load_record(load_pages *job, const qkvctl_record *record, qkv_ca
 }
 
 // What the target has already, of a load that was cut short, is left out.
-static int load_records(load_pages *job) {
+static int load_records(load_pages *job, const char *session) {
   qkv_call_error error = {0};
   qkv_code code = 0;
   for (size_t i = 0; i < qkvctl_session_file_count(job->file) && code == 0; i++) {
@@ -279,11 +323,12 @@ static int load_records(load_pages *job) {
     const bool held = record.layer < job->model->layers &&
                       record.position + record.tokens <= qkvctl_target_length(job->target, record.layer);
     const bool of_layer = record.kind == QKVCTL_RECORD_PAGE || record.kind == QKVCTL_RECORD_ROWS;
-    if (of_layer && !held) code = load_record(job, &record, &error);
+    if (of_layer && !held) code = qkvctl_interrupted(&error);
+    if (of_layer && !held && code == 0) code = load_record(job, &record, &error);
   }
   if (code == 0) code = qkvctl_target_flush(job->target, &error);
   if (code == 0) return QKV_EXIT_OK;
-  return qkv_program_failed("%s (what has arrived stays; the same command goes on from there)", error.text);
+  return qkvctl_incomplete(&error, session);
 }
 
 static int report_loaded(const load_pages *job, const char *session, bool json) {
@@ -315,9 +360,11 @@ static int load(load_pages *job, const qkvctl_values *values, qkv_client *client
                                        .token_ids = job->ids,
                                        .token_count = job->id_count,
                                        .calibration = file_calibration,
+                                       .rows = file_rows,
                                        .context = job};
+  qkv_interrupt_catch();
   if (qkvctl_target_open(&config, &job->target, &error) != 0) return qkv_program_failed("%s", error.text);
-  const int status = load_records(job);
+  const int status = load_records(job, config.session);
   return status == QKV_EXIT_OK ? report_loaded(job, config.session, values->program.json) : status;
 }
 

@@ -9,6 +9,8 @@
 
 #include "client/c/message.h"
 #include "client/cli/cli.h"
+#include "client/cli/held.h"
+#include "client/common/interrupt.h"
 #include "engine/codec/page.h"
 
 // Pages of one message: small enough for any daemon's limit-message, large enough to be quick.
@@ -35,6 +37,18 @@ static void fail(qkv_call_error *error, qkv_code code, const char *format, ...) 
   va_start(arguments, format);
   (void)vsnprintf(error->text, sizeof error->text, format, arguments);
   va_end(arguments);
+}
+
+qkv_code qkvctl_interrupted(qkv_call_error *error) {
+  if (!qkv_interrupted()) return 0;
+  fail(error, QKV_CANCELLED, "interrupted");
+  return QKV_CANCELLED;
+}
+
+int qkvctl_incomplete(const qkv_call_error *error, const char *session) {
+  return qkv_program_failed(
+      "%s (what has arrived stays in session %.128s of the target; the same command goes on from there)", error->text,
+      session);
 }
 
 // ---- The model ----
@@ -122,39 +136,28 @@ static bool same_session(const Qkv__V1__SessionInfo *a, const Qkv__V1__SessionIn
          a->policy != NULL && b->policy != NULL && same_message(&a->policy->base, &b->policy->base);
 }
 
-static qkv_code take_session(qkvctl_target *target, const Qkv__V1__SessionInfo *there, qkv_call_error *error) {
+static bool same_root(const ProtobufCBinaryData *a, const ProtobufCBinaryData *b) {
+  return a->len > 0 && a->len == b->len && memcmp(a->data, b->data, a->len) == 0;
+}
+
+// `opened`: this program has opened it, so that it is empty.
+static qkv_code take_session(qkvctl_target *target, const Qkv__V1__SessionInfo *there, bool opened,
+                             qkv_call_error *error) {
   if (there == NULL || !same_session(target->config.info, there) ||
       there->n_lengths != target->config.model->layers) {
     fail(error, QKV_ALREADY_EXISTS, "the target has another session %s, of another model, purpose or policy",
          target->config.session);
     return QKV_ALREADY_EXISTS;
   }
-  const ProtobufCBinaryData *root = &there->prefix_root, *wanted = &target->config.info->prefix_root;
-  if (root->len == 0 || root->len != wanted->len || memcmp(root->data, wanted->data, root->len) != 0)
-    target->config.token_count = 0;
   target->layers = there->n_lengths;
   target->lengths = calloc(target->layers + 1, sizeof *target->lengths);
   assert(target->lengths != NULL);
   memcpy(target->lengths, there->lengths, target->layers * sizeof *target->lengths);
-  return 0;
-}
-
-// Whether the session there is one of the same tokens, as far as both know them: what is copied would go behind
-// others.
-static qkv_code check_ids(const qkvctl_target *target, qkv_call_error *error) {
-  const size_t known = target->config.token_count;
-  uint32_t *ids = NULL;
-  size_t count = 0, same = 0;
-  if (known == 0) return 0;
-  qkv_code code = qkvctl_source_ids(target->config.client, target->config.session, &ids, &count, error);
-  while (same < count && same < known && ids[same] == target->config.token_ids[same]) same++;
-  if (code == 0 && same < count && same < known) {
-    code = QKV_FAILED_PRECONDITION;
-    fail(error, code,
-         "the target's session %s has another token at position %zu; truncate it to %zu, or close it, and copy again",
-         target->config.session, same, same / QKV_PAGE_TOKENS * QKV_PAGE_TOKENS);
-  }
-  free(ids);
+  const qkvctl_held held = {.lengths = target->lengths,
+                            .layers = target->layers,
+                            .same_root = same_root(&there->prefix_root, &target->config.info->prefix_root)};
+  const qkv_code code = opened ? 0 : qkvctl_held_check(&target->config, &held, error);
+  if (!held.same_root) target->config.token_count = 0;
   return code;
 }
 
@@ -165,13 +168,12 @@ static qkv_code find_session(qkvctl_target *target, qkv_call_error *error) {
   qkv_code code = qkv_client_call_message(target->config.client, "/qkv.v1.KvCache/GetSession", &request.base,
                                           &qkv__v1__session_info__descriptor, &answer, error);
   const Qkv__V1__SessionInfo *there = (const Qkv__V1__SessionInfo *)answer;
-  if (code == QKV_NOT_FOUND) {
+  const bool absent = code == QKV_NOT_FOUND;
+  if (absent) {
     code = open_session(target, &answer, error);
     there = code == 0 ? ((const Qkv__V1__OpenSessionResponse *)answer)->info : NULL;
-  } else if (code == 0) {
-    code = check_ids(target, error);
   }
-  if (code == 0) code = take_session(target, there, error);
+  if (code == 0) code = take_session(target, there, absent, error);
   if (answer != NULL) protobuf_c_message_free_unpacked(answer, NULL);
   return code;
 }

@@ -29,11 +29,15 @@ typedef struct qkvctl_target_config {
   size_t token_count;
   // The bytes of a calibration of the model, malloc'd.
   qkv_code (*calibration)(void *context, uint32_t version, uint8_t **bytes, size_t *count, qkv_call_error *error);
+  // Gives what the source has of a layer's positions [begin, end), as qkv_client_fetch_pages does.
+  qkv_code (*rows)(void *context, uint32_t layer, uint64_t begin, uint64_t end, const qkv_client_coded_receiver *to,
+                   qkv_call_error *error);
   void *context;
 } qkvctl_target_config;
 
 // Registers the model and opens the session where they are not there. ALREADY_EXISTS: the target has another model,
-// or another session, of the name. FAILED_PRECONDITION: a session of other tokens. `*out` is NULL on failure.
+// or another session, of the name. FAILED_PRECONDITION: a session of other tokens (held.h). `*out` is NULL on
+// failure.
 qkv_code qkvctl_target_open(const qkvctl_target_config *config, qkvctl_target **out, qkv_call_error *error);
 void qkvctl_target_close(qkvctl_target **target);
 
