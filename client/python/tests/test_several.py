@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
+import os
 import pathlib
+import signal
 import socket
+import threading
 import time
 from concurrent import futures
 
@@ -11,7 +15,8 @@ import grpc
 import numpy as np
 import pytest
 from conftest import DIM, KV_HEADS, Q_HEADS
-from daemon import PATIENCE, Daemon
+from daemon import PATIENCE, Daemon, wait_for
+from test_connection import in_child, new_grpc
 
 import qkvd
 from qkvd import native, place
@@ -90,6 +95,85 @@ def test_silent_daemons_take_the_time_of_one():
             begin = time.monotonic()
             assert work() == []
             assert time.monotonic() - begin < 3
+
+
+@pytest.fixture
+def hung():
+    """Two daemons, of which the first does not answer."""
+    with Daemon() as mute, Daemon() as well, mute.stopped():
+        yield mute, well
+
+
+def test_a_daemon_that_hangs_keeps_nobody(hung, rows):
+    """It is asked in the background, and its sessions are the other's meanwhile, until it answers."""
+    mute, well = hung
+    k, v = rows(1)
+    watches = [thread for thread in threading.enumerate() if thread.name == "qkvd-health"]
+    with qkvd.Client(f"{mute.target},{well.target}", timeout=5) as client:
+        client.register_model(MODEL)
+        for name in SESSIONS[:12]:
+            client.open(name, model="m")
+        until = time.monotonic() + 6
+        times = []
+        while time.monotonic() < until:
+            begin = time.monotonic()
+            client.append([qkvd.Item(session=name, k=k, v=v) for name in SESSIONS[:12]])
+            client.match("m", IDS)
+            times.append(time.monotonic() - begin)
+            time.sleep(0.01)
+        assert sum(one > 0.9 for one in times) < 2
+        os.kill(mute.process.pid, signal.SIGCONT)
+        wait_for(lambda: not all(client.has_sessions(SESSIONS[:12])), "it is not found again")
+        held = client.daemons[mute.target]
+        assert [model.model.name for model in held.models()] == ["m"]
+    wait_for(lambda: watches == [t for t in threading.enumerate() if t.name == "qkvd-health"], "a watch goes on")
+
+
+def test_asyncio_does_not_wait_for_a_daemon_that_hangs(hung, rows):
+    mute, well = hung
+    k, v = rows(1)
+
+    async def work():
+        async with qkvd.AsyncClient(f"{mute.target},{well.target}", timeout=5) as client:
+            await client.register_model(MODEL)
+            for name in SESSIONS[:12]:
+                await client.open(name, model="m")
+            until = time.monotonic() + 6
+            times = []
+            while time.monotonic() < until:
+                begin = time.monotonic()
+                await client.append([qkvd.Item(session=name, k=k, v=v) for name in SESSIONS[:12]])
+                await client.match("m", IDS)
+                times.append(time.monotonic() - begin)
+                await asyncio.sleep(0.01)
+            assert sum(one > 0.9 for one in times) < 2
+            os.kill(mute.process.pid, signal.SIGCONT)
+            until = time.monotonic() + PATIENCE
+            while all(await client.has_sessions(SESSIONS[:12])):
+                assert time.monotonic() < until
+            assert [model.model.name for model in await client.daemons[mute.target].models()] == ["m"]
+
+    asyncio.run(work())
+
+
+@new_grpc
+def test_a_client_that_nobody_has_watches_no_more(hung):
+    """Nor does one in a child of fork(), whose calls work."""
+    mute, well = hung
+
+    def watches():
+        return [thread for thread in threading.enumerate() if thread.name == "qkvd-health"]
+
+    wait_for(lambda: not watches(), "a watch goes on")
+    client = qkvd.Client(f"{mute.target},{well.target}")
+    assert client.models() == []
+    assert len(watches()) == 1
+    for _ in range(20):
+        time.sleep(0.1)
+        assert in_child(client.models) == 0
+    del client
+    gc.collect()
+    wait_for(lambda: not watches(), "a watch goes on")
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,8 @@ class AsyncClient:
         if senders is not None:
             await asyncio.get_running_loop().run_in_executor(None, close, senders)
         for daemon in self._daemons.all:
+            if daemon.watch is not None:
+                daemon.watch.cancel()
             await daemon.client.close()
 
     # ---- models ----

@@ -120,6 +120,8 @@ class Client:
             waits.close(channel)
         self._native.close()
         for daemon in self._daemons.all:
+            if daemon.watch is not None:
+                daemon.watch.end()
             daemon.client.close()
         self._threads.close()
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 FORK_WAITS = 1.0  # seconds at most, for calls that are under way
 
@@ -45,6 +48,7 @@ class Calls:
         self._running = 0
         self._streams = 0
         self._forking = False
+        self._given_up: list[Any] = []
 
     def __enter__(self) -> None:
         with self._changed:
@@ -65,9 +69,22 @@ class Calls:
         with self._changed:
             self._streams = max(self._streams - 1, 0)  # one of the parent's may end in the child
 
+    @contextmanager
+    def given_up(self, call: Any) -> Iterator[None]:
+        """A fork cancels this call, and so does not wait for it."""
+        with self._changed:
+            self._given_up.append(call)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._given_up.remove(call)
+
     def before_fork(self) -> None:
         self._changed.acquire()
         self._forking = True
+        for call in self._given_up:
+            call.cancel()
         self._changed.wait_for(lambda: self._running == 0, FORK_WAITS)
 
     def after_in_parent(self) -> None:

@@ -2,14 +2,14 @@
 
 `Client` and `AsyncClient` with a list of targets have a client for each of them, their daemons, and hold no connection
 themselves. A daemon that has answered UNAVAILABLE, or not in time, is suspect: before it is used again it must answer a
-health check, and while it does not, it is asked after growing pauses. Its sessions are another's meanwhile.
+health check. Where it does not, it is watched: asked after growing pauses, in the background, so that no call waits for it.
+Its sessions are another's meanwhile. A call asks it again, and brings it the client's models, once the watch has ended.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from qkvd.errors import DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from qkvd.items import Result
@@ -32,19 +32,7 @@ class Daemon(Generic[C]):
         self.client = client
         self.place = hash_of(target)
         self.suspect = True
-        self._asked_next = 0.0
-        self._pause = 0.0
-
-    def due(self) -> bool:
-        """Whether it may be asked now."""
-        return time.monotonic() >= self._asked_next
-
-    def asked(self, serves: bool) -> bool:
-        """Takes the answer of a health check; as given."""
-        self.suspect = not serves
-        self._pause = 0.0 if serves else min(max(2 * self._pause, PAUSE_FIRST), PAUSE_MOST)
-        self._asked_next = time.monotonic() + self._pause
-        return serves
+        self.watch: Any = None  # while it is watched
 
     def failed(self, error: Error) -> None:
         """What a call has failed with."""
@@ -86,6 +74,14 @@ class Daemons(Generic[C]):
     def nobody(self) -> Unavailable:
         """None of them answers."""
         return Unavailable(f"none of the {len(self.all)} daemons {self._targets} answers")
+
+
+def pauses() -> Iterator[float]:
+    """Between health checks of a watch, in seconds."""
+    pause = PAUSE_FIRST
+    while True:
+        yield pause
+        pause = min(2 * pause, PAUSE_MOST)
 
 
 def grouped(owners: Sequence[T]) -> dict[T, list[int]]:

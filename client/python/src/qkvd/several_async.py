@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +15,7 @@ import grpc.aio
 from qkvd import errors
 from qkvd.calls import Call, Match, checked_timeout
 from qkvd.items import Item, Result
-from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged
+from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged, pauses
 from qkvd.v1 import model_pb2, objects_pb2
 
 if TYPE_CHECKING:
@@ -23,17 +25,31 @@ T = TypeVar("T")
 Groups = list[tuple[list[int], T | errors.Error]]  # places of what was asked, and the answer to them
 
 
+async def _watch(client: weakref.ref[AsyncClient], daemon: AsyncClient) -> None:
+    """Asks a daemon that has not answered until it does, or its client is no more."""
+    for pause in pauses():
+        await asyncio.sleep(pause)
+        if client() is None:
+            return
+        with contextlib.suppress(errors.Error):  # it is closed
+            if await _healthy(daemon):
+                return
+
+
 async def serves(client: AsyncClient, daemon: Daemon[AsyncClient]) -> bool:
-    """Whether calls may go there. One that is suspect is asked, if it is time, and gets the client's models."""
+    """Whether calls may go there. One that is suspect, and not watched, is asked, and gets the client's models."""
     if not daemon.suspect:
         return True
-    if not daemon.due() or not daemon.asked(await _healthy(daemon.client)):
+    if daemon.watch is not None and not daemon.watch.done():
         return False
-    for call in list(client._kept_models.values()):
+    daemon.suspect = not await _healthy(daemon.client)
+    for call in () if daemon.suspect else list(client._kept_models.values()):
         try:
             await daemon.client._call(call, None)
         except errors.Error as error:  # what refuses a model refuses its sessions, too
             daemon.failed(error)
+    if daemon.suspect and (daemon.watch is None or daemon.watch.done()):
+        daemon.watch = asyncio.create_task(_watch(weakref.ref(client), daemon.client))
     return not daemon.suspect
 
 

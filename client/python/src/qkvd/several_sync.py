@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from functools import partial
@@ -11,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from qkvd import calls, errors
+from qkvd import calls, errors, waits
 from qkvd.calls import Call, Match
 from qkvd.decode import DecodeStream
 from qkvd.items import Item, Result
 from qkvd.locks import Lock, calls_under_way
-from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged
+from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged, pauses
 from qkvd.v1 import model_pb2, objects_pb2
 
 if TYPE_CHECKING:
@@ -58,26 +61,66 @@ class Threads:
             self._pool.shutdown(wait=False)
 
 
+class Watch(threading.Thread):
+    """Asks a daemon that has not answered until it does, `end` is called, or its client is no more."""
+
+    def __init__(self, client: Client, daemon: Daemon[Client]):
+        super().__init__(name="qkvd-health", daemon=True)
+        self._client = weakref.ref(client)
+        self._daemon = daemon.client
+        self._process = os.getpid()
+        self._ended = threading.Event()
+
+    def goes_on(self) -> bool:
+        """Not in a child of fork(), which has none of its parent's threads."""
+        return self._process == os.getpid() and self.is_alive()
+
+    def end(self) -> None:
+        """Looks no more."""
+        if self._process == os.getpid():
+            self._ended.set()
+
+    def run(self) -> None:
+        for pause in pauses():
+            if self._ended.wait(pause) or self._client() is None:
+                return
+            try:
+                if _healthy(self._daemon, in_background=True):
+                    return
+            except (errors.Error, ValueError):  # it is closed
+                return
+
+
 def serves(client: Client, daemon: Daemon[Client]) -> bool:
-    """Whether calls may go there. One that is suspect is asked, if it is time, and gets the client's models."""
+    """Whether calls may go there. One that is suspect, and not watched, is asked, and gets the client's models."""
     if not daemon.suspect:
         return True
-    if not daemon.due() or not daemon.asked(_healthy(daemon.client)):
+    if daemon.watch is not None and daemon.watch.goes_on():
         return False
-    for call in list(client._kept_models.values()):
+    daemon.suspect = not _healthy(daemon.client)
+    for call in () if daemon.suspect else list(client._kept_models.values()):
         try:
             daemon.client._call(call, None)
         except errors.Error as error:  # what refuses a model refuses its sessions, too
             daemon.failed(error)
+    if daemon.suspect:
+        with client._lock, contextlib.suppress(RuntimeError):  # no thread is left: the next call asks itself
+            if daemon.watch is None or not daemon.watch.goes_on():
+                watch = Watch(client, daemon)
+                watch.start()
+                daemon.watch = watch
     return not daemon.suspect
 
 
-def _healthy(client: Client) -> bool:
+def _healthy(client: Client, *, in_background: bool = False) -> bool:
+    """in_background: a fork does not wait for the answer, and the daemon counts as one that does not answer."""
+    stub = client._stub("unary_unary", CHECK)
     try:
-        stub = client._stub("unary_unary", CHECK)
         with calls_under_way:
-            return bool(stub(b"", timeout=CHECK_SECONDS, metadata=client._connection.metadata) == SERVING)
-    except grpc.RpcError:
+            answer = stub.future(b"", timeout=CHECK_SECONDS, metadata=client._connection.metadata)
+            with calls_under_way.given_up(answer) if in_background else contextlib.nullcontext():
+                return bool(waits.answer(answer, CHECK_SECONDS, CHECK, CHECK_SECONDS) == SERVING)
+    except (grpc.RpcError, grpc.FutureCancelledError, errors.DeadlineExceeded):
         return False
 
 
@@ -91,7 +134,7 @@ def owner(client: Client, key: str | None) -> Daemon[Client]:
 
 def serving(client: Client) -> list[Daemon[Client]]:
     """All that do; those that are to be asked are asked at the same time. Unavailable where none does."""
-    asked = [daemon for daemon in client._daemons.all if daemon.suspect and daemon.due()]
+    asked = [daemon for daemon in client._daemons.all if daemon.suspect]
     if asked:
         client._threads.map([partial(serves, client, daemon) for daemon in asked])
     all_of_them = [daemon for daemon in client._daemons.all if not daemon.suspect]
