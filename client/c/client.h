@@ -28,6 +28,7 @@
 #include "engine/base/tensor.h"
 #include "proto/wire.h"
 
+typedef struct qkvi_health qkvi_health;          // health.h
 typedef struct qkvi_kept_codes qkvi_kept_codes;  // codes.h
 typedef struct qkvi_kept_model qkvi_kept_model;  // place.c
 typedef struct qkvi_share qkvi_share;            // shared.c
@@ -64,8 +65,9 @@ struct qkv_client {
   uint64_t place;           // of a part: its target's hash
   size_t index;             // of a part: in parts
   bool suspect;             // of a part: to be asked before it is used
-  int64_t asked_next_ms;    // of a part that did not answer: not before
+  int64_t asked_next_ms;    // of a part that did not answer while the client is being connected: not before
   int64_t pause_ms;         //
+  qkvi_health *health;      // of a part
 };
 
 // ---- errors ----

@@ -15,6 +15,7 @@
 
 #include "client/c/client.h"
 #include "client/c/codes.h"
+#include "client/c/health.h"
 #include "client/c/place.h"
 #include "client/c/socket.h"
 #include "engine/base/clock.h"
@@ -400,6 +401,7 @@ void qkv_client_close(qkv_client **client_in) {
   qkv_client *client = *client_in;
   if (client == NULL) return;
   assert(atomic_load(&client->lent) == 0);
+  qkvi_health_destroy(&client->health);
   qkvi_shares_free(client);
   qkvi_close_parts(client);
   disconnect(client);

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <xxhash.h>
 
+#include "client/c/health.h"
 #include "client/c/socket.h"
 #include "engine/base/clock.h"
 #include "engine/base/name.h"
@@ -13,9 +14,6 @@
 enum {
   PARTS_MAX = 256,
   TARGET_BYTES_MAX = 128,  // as in Python
-  CHECK_MS = 1000,         // of connecting to a part and its health check
-  PAUSE_FIRST_MS = 100,
-  PAUSE_MAX_MS = 2000,
 };
 
 struct qkvi_kept_model {
@@ -93,12 +91,13 @@ static void conclude(const qkv_client *whole, const inquiry *one) {
     register_kept(whole, part);
     return;
   }
-  part->pause_ms = part->pause_ms == 0 ? PAUSE_FIRST_MS : 2 * part->pause_ms;
-  if (part->pause_ms > PAUSE_MAX_MS) part->pause_ms = PAUSE_MAX_MS;
+  part->pause_ms = part->pause_ms == 0 ? QKVI_HEALTH_PAUSE_MS : 2 * part->pause_ms;
+  if (part->pause_ms > QKVI_HEALTH_PAUSE_MAX_MS) part->pause_ms = QKVI_HEALTH_PAUSE_MAX_MS;
   part->asked_next_ms = qkv_now_ms() + part->pause_ms;
 }
 
-// False: its pause is not over, which `why` says where it has no other reason yet.
+// Of a client that is being connected. False: its pause is not over, which `why` says where it has no other reason
+// yet.
 static bool is_due(const qkv_client *part, qkv_call_error *why) {
   if (qkv_now_ms() >= part->asked_next_ms) return true;
   if (why->code != QKV_OK) return false;
@@ -106,21 +105,37 @@ static bool is_due(const qkv_client *part, qkv_call_error *why) {
   return false;
 }
 
-// Whether calls may go there. One that is suspect is asked, if its pause is over; `why` where it is not.
+// Of one that is connected: no call waits for a part that is watched. `why` as above.
+static bool is_left_alone(const qkv_client *part, qkv_call_error *why) {
+  if (!qkvi_health_watching(part->health, why)) return false;
+  if (why->code == QKV_OK) (void)qkvi_fail(why, QKV_UNAVAILABLE, "%s has not answered a moment ago", part->target);
+  return true;
+}
+
+// A part that does not answer is watched until it does. Its connection may be one that the daemon knows nothing of.
+static void watch_failed(qkv_client *part) {
+  if (!part->suspect) return;
+  qkvi_cut(part);
+  qkvi_health_watch(part->health);
+}
+
+// Whether calls may go there. One that is suspect is asked, unless it is watched; `why` where it is not.
 static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *why) {
   assert(part != NULL);
   if (is_in_use(part)) return true;
   part->suspect = true;
-  if (!is_due(part, why)) return false;
-  inquiry one = {.part = part, .timeout_ms = CHECK_MS};
+  if (is_left_alone(part, why)) return false;
+  inquiry one = {.part = part, .timeout_ms = QKVI_HEALTH_MS};
   (void)ask(&one);
   conclude(whole, &one);
   if (one.why.code != QKV_OK) *why = one.why;
+  watch_failed(part);
   return !part->suspect;
 }
 
-// Asks all parts that are suspect and due, at the same time: those that do not answer take the time of one.
-static void ask_all(const qkv_client *whole, int64_t timeout_ms, qkv_call_error *why) {
+// Asks all parts that are suspect and due (not watched), at the same time: those that do not answer take the time of
+// one.
+static void ask_all(const qkv_client *whole, bool connecting, int64_t timeout_ms, qkv_call_error *why) {
   inquiry *all = calloc(whole->part_count + 1, sizeof *all);
   assert(all != NULL);
   size_t count = 0;
@@ -129,7 +144,8 @@ static void ask_all(const qkv_client *whole, int64_t timeout_ms, qkv_call_error 
     assert(part != NULL);
     if (is_in_use(part)) continue;
     part->suspect = true;
-    if (is_due(part, why)) all[count++] = (inquiry){.part = part, .timeout_ms = timeout_ms};
+    if (connecting ? is_due(part, why) : !is_left_alone(part, why))
+      all[count++] = (inquiry){.part = part, .timeout_ms = timeout_ms};
   }
   // The last one on the calling thread, and those for which there is no thread.
   for (size_t i = 0; i + 1 < count; i++) all[i].threaded = pthread_create(&all[i].thread, NULL, ask, &all[i]) == 0;
@@ -140,6 +156,7 @@ static void ask_all(const qkv_client *whole, int64_t timeout_ms, qkv_call_error 
     if (all[i].threaded && pthread_join(all[i].thread, NULL) != 0) abort();
     conclude(whole, &all[i]);
     if (all[i].why.code != QKV_OK) *why = all[i].why;
+    if (!connecting) watch_failed(all[i].part);
   }
   free(all);
 }
@@ -199,7 +216,7 @@ qkv_code qkvi_each_part(qkv_client *client, bool (*fn)(qkv_client *part, void *c
     (void)fn(client, context);
     return qkvi_ok(error);
   }
-  ask_all(client, CHECK_MS, &why);
+  ask_all(client, false, QKVI_HEALTH_MS, &why);
   for (size_t i = 0; i < client->part_count; i++) {
     if (client->parts[i]->suspect) continue;
     set_key(client->parts[i], client->placement);
@@ -292,7 +309,7 @@ static qkv_code add_part(qkv_client *whole, const char *target, const qkv_client
   part->place = qkvi_place_hash(target);
   part->index = whole->part_count;
   whole->parts[whole->part_count++] = part;
-  return QKV_OK;
+  return qkvi_health_create(target, options, &part->health, error);
 }
 
 static qkv_code add_parts(qkv_client *whole, const qkv_client_options *options, qkv_call_error *error) {
@@ -310,12 +327,13 @@ static qkv_code connect_parts(qkv_client *whole, qkv_call_error *error) {
   qkv_call_error why = {0};
   for (;;) {
     const int64_t left_ms = until - qkv_now_ms();
-    ask_all(whole, left_ms < 1 ? 1 : left_ms < CHECK_MS ? left_ms : CHECK_MS, &why);
-    for (size_t i = 0; i < whole->part_count; i++) {
-      if (!whole->parts[i]->suspect) return qkvi_ok(error);
-    }
+    ask_all(whole, true, left_ms < 1 ? 1 : left_ms < QKVI_HEALTH_MS ? left_ms : QKVI_HEALTH_MS, &why);
+    bool any = false;
+    for (size_t i = 0; i < whole->part_count; i++) any |= !whole->parts[i]->suspect;
+    for (size_t i = 0; i < whole->part_count && any; i++) watch_failed(whole->parts[i]);
+    if (any) return qkvi_ok(error);
     if (qkv_now_ms() >= until) return none_answers(whole, &why, error);
-    qkvi_pause(whole, PAUSE_FIRST_MS / 2);
+    qkvi_pause(whole, QKVI_HEALTH_PAUSE_MS / 2);
   }
 }
 

@@ -12,7 +12,8 @@
 // as the metadata x-qkv-session, which is what proxies hash (deploy/proxies).
 //
 // A part that has answered UNAVAILABLE, or not in time, is suspect: before it is used again it must answer a health
-// check with SERVING, and while it does not, it is asked after growing pauses. Its sessions are another's meanwhile.
+// check with SERVING. The next call asks it once; where it does not answer it is watched, in the background
+// (health.h), and asked again by a call once that has ended. Its sessions are another's meanwhile.
 //
 // Threads: as the client's.
 #ifndef QKV_CLIENT_C_PLACE_H

@@ -68,11 +68,12 @@ typedef struct qkv_client_options {
 // Several daemons: where a target is a list ("a:7580,b:7580"), each session and object belongs to one of them, by its
 // name (rendezvous hashing; every client must give the targets in the same words). The items of a batch go to their
 // owners at once and the answers are merged; a batch's call has failed where all of its daemons have. An owner that
-// does not answer a health check with SERVING is left out: the call under way fails (UNAVAILABLE), later ones of its
-// sessions go to the next daemon, which does not know them (NOT_FOUND), until it is back. Sessions that others own
-// stay where they are. Models are registered with all daemons, and again with one that comes back. The longest prefix
-// of all is matched. FAILED_PRECONDITION: a fork whose name another daemon owns, and what is no session's: watch,
-// calibrations, qkv_client_call. With `placement` all calls go to the label's owner, these included.
+// does not answer a health check with SERVING is left out: the call under way fails (UNAVAILABLE), the next one asks
+// it, for a second at most, and then a thread does. Calls of its sessions go to the next daemon, which does not know
+// them (NOT_FOUND), until it is back. Sessions that others own stay where they are. Models are registered with all
+// daemons, and again with one that comes back. The longest prefix of all is matched. FAILED_PRECONDITION: a fork
+// whose name another daemon owns, and what is no session's: watch, calibrations, qkv_client_call. With `placement`
+// all calls go to the label's owner, these included.
 //
 // Every call has its session's name, or the label, as the metadata x-qkv-session, by which proxies place it.
 
@@ -86,7 +87,7 @@ qkv_code qkv_client_connect(const char *target, const qkv_client_options *option
 // qkv_client_options.timeout_ms of the calls to come; 0 or less: 60000. Not while a decode stream is open.
 void qkv_client_set_timeout(qkv_client *client, int64_t timeout_ms);
 // Closes the connection and clears *client. Sessions stay open in the daemon. Where the client has shared or lent
-// memory it waits a second at most for a daemon that does not answer.
+// memory, or has several targets, it waits a second at most for a daemon that does not answer.
 void qkv_client_close(qkv_client **client);
 
 // Frees memory that a call of this library has returned.
