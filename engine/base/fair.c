@@ -17,7 +17,7 @@ typedef struct flow {
   double end;   // of its last job that was taken, in virtual time: where the next one starts
   double cost;  // of its jobs, in ns; 0: it had none
   line lines[KINDS];
-  uint32_t waiting;
+  uint32_t waiting, running;
   uint32_t place;  // among the active ones, while something waits
 } flow;
 
@@ -28,21 +28,23 @@ typedef struct node {
 
 struct qkv_fair {
   size_t max, length;
-  node *nodes;          // [max]
-  uint32_t free;        // the first of those that hold no job
-  double now;           // virtual time: ns of a flow of weight 1
-  uint64_t number;      // of jobs that came
-  unsigned urgent_run;  // urgent jobs that were taken while another one waited
+  size_t threads, running;  // 0 threads: a flow may have all; running <= threads else
+  node *nodes;              // [max]
+  uint32_t free;            // the first of those that hold no job
+  double now;               // virtual time: ns of a flow of weight 1
+  uint64_t number;          // of jobs that came
+  unsigned urgent_run;      // urgent jobs that were taken while another one waited
   size_t waiting[KINDS];
   uint32_t active[QKV_FAIR_FLOWS];  // flows of which something waits
   uint32_t active_count;
   flow flows[QKV_FAIR_FLOWS];
 };
 
-qkv_fair *qkv_fair_create(size_t jobs_max) {
+qkv_fair *qkv_fair_create(size_t jobs_max, size_t threads) {
   qkv_fair *fair = calloc(1, sizeof *fair);
   assert(fair != NULL && jobs_max < NONE);
   fair->max = jobs_max;
+  fair->threads = threads;
   fair->nodes = calloc(jobs_max + 1, sizeof *fair->nodes);
   assert(fair->nodes != NULL);
   for (uint32_t i = 0; i < jobs_max; i++) fair->nodes[i].next = i + 1 < jobs_max ? i + 1 : NONE;
@@ -103,12 +105,25 @@ bool qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job) {
   return true;
 }
 
-// Of those that have a job of the kind, the one that starts first; of several the one whose job came first.
+static bool may_start(const qkv_fair *fair, const flow *of) {
+  return fair->threads == 0 || of->running < fair->threads - fair->running;
+}
+
+bool qkv_fair_ready(const qkv_fair *fair) {
+  if (fair->threads == 0) return fair->length > 0;
+  for (uint32_t i = 0; i < fair->active_count; i++) {
+    if (may_start(fair, &fair->flows[fair->active[i]])) return true;
+  }
+  return false;
+}
+
+// Of those that may start a job of the kind, the one that starts first; of several the one whose job came first.
+// NULL: there is none.
 static flow *find_first(qkv_fair *fair, int kind) {
   flow *first = NULL;
   for (uint32_t i = 0; i < fair->active_count; i++) {
     flow *of = &fair->flows[fair->active[i]];
-    if (of->lines[kind].first == NONE || (first != NULL && of->end > first->end)) continue;
+    if (of->lines[kind].first == NONE || !may_start(fair, of) || (first != NULL && of->end > first->end)) continue;
     if (first != NULL && of->end == first->end &&
         fair->nodes[of->lines[kind].first].job.number > fair->nodes[first->lines[kind].first].job.number)
       continue;
@@ -117,12 +132,23 @@ static flow *find_first(qkv_fair *fair, int kind) {
   return first;
 }
 
-qkv_fair_job qkv_fair_pop(qkv_fair *fair) {
-  assert(fair->length > 0);
+// The flow whose job is next, and that job's kind.
+static flow *choose(qkv_fair *fair, int *kind) {
   const bool other_turn = fair->waiting[1] > 0 && fair->urgent_run >= QKV_FAIR_URGENT;
-  const int kind = fair->waiting[0] == 0 || other_turn ? 1 : 0;
-  fair->urgent_run = kind == 1 || fair->waiting[1] == 0 ? 0 : fair->urgent_run + 1;
-  flow *of = find_first(fair, kind);
+  *kind = fair->waiting[0] == 0 || other_turn ? 1 : 0;
+  flow *of = find_first(fair, *kind);
+  if (of == NULL) {
+    *kind = 1 - *kind;
+    of = find_first(fair, *kind);
+  }
+  fair->urgent_run = *kind == 1 || fair->waiting[1] == 0 ? 0 : fair->urgent_run + 1;
+  return of;
+}
+
+qkv_fair_job qkv_fair_pop(qkv_fair *fair) {
+  int kind;
+  flow *of = choose(fair, &kind);
+  assert(of != NULL && (fair->threads == 0 || fair->running < fair->threads));
   line *from = &of->lines[kind];
   const uint32_t at = from->first;
   from->first = fair->nodes[at].next;
@@ -132,6 +158,8 @@ qkv_fair_job qkv_fair_pop(qkv_fair *fair) {
   fair->free = at;
   fair->length--;
   fair->waiting[kind]--;
+  fair->running++;
+  of->running++;
   if (--of->waiting == 0) deactivate(fair, of);
   if (of->end > fair->now) fair->now = of->end;
   job.cost = of->cost > 0 ? of->cost : COST_FIRST;
@@ -141,6 +169,9 @@ qkv_fair_job qkv_fair_pop(qkv_fair *fair) {
 
 void qkv_fair_done(qkv_fair *fair, const qkv_fair_job *job, uint64_t ns) {
   flow *of = flow_of(fair, &job->share);
+  assert(of->running > 0);
+  of->running--;
+  fair->running--;
   of->end += ((double)ns - job->cost) / weight_of(&job->share);
   of->cost = of->cost == 0 ? (double)ns + 1 : of->cost + COST_PART * ((double)ns - of->cost);
 }

@@ -13,6 +13,12 @@
 // lately, and put right by `done`. Urgent jobs go before all others of the queue, in the same order among themselves.
 // One job in QKV_FAIR_URGENT + 1 is one of the others, where there are any.
 //
+// Where jobs wait for long, shares of time are not enough: a flow could have all threads, and the next one to come
+// would wait until one of them is free. With a number of `threads` a flow's next job starts only while fewer of its
+// jobs run than threads are free, the dynamic threshold of shared-memory switches (Choudhury, Hahne 1998). So a flow
+// that is alone has half of the threads, two flows about a third each, and the last free thread goes to a flow that
+// has none.
+//
 // Flows are told apart by the last bits of their number: two that have these in common are one flow. Threads: the
 // owner's.
 #ifndef QKV_ENGINE_BASE_FAIR_H
@@ -43,13 +49,16 @@ typedef struct qkv_fair_job {
 
 typedef struct qkv_fair qkv_fair;
 
-qkv_fair *qkv_fair_create(size_t jobs_max);
+// `threads`: as many jobs run at most, and no flow has all of them; 0: any flow may have as many as it gets.
+qkv_fair *qkv_fair_create(size_t jobs_max, size_t threads);
 void qkv_fair_destroy(qkv_fair **fair);  // what waits is dropped
 
 size_t qkv_fair_length(const qkv_fair *fair);
 // False where `jobs_max` wait. `job` has its first three fields and the share.
 bool qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job);
-// The next one, which is to be given to `done`; there is one (asserted).
+// Whether a job may start now.
+bool qkv_fair_ready(const qkv_fair *fair);
+// The next one of those that may start, which is to be given to `done`; there is one (asserted).
 qkv_fair_job qkv_fair_pop(qkv_fair *fair);
 // The job has taken `ns` nanoseconds.
 void qkv_fair_done(qkv_fair *fair, const qkv_fair_job *job, uint64_t ns);

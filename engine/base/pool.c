@@ -60,9 +60,18 @@ static pool_loop *find_loop(const qkv_pool *pool) {
   return NULL;
 }
 
+static void call_thread(qkv_pool *pool);
+
+// Before a thread turns to a job or a loop. Threads on demand are called one at a time, and each calls the next one,
+// as the end of one job may let jobs of several flows start (fair.h). The lock is held.
+static void pass_call(qkv_pool *pool) {
+  if (pool->config.on_demand) call_thread(pool);
+}
+
 // The lock is held on entry and on return.
 static void help(qkv_pool *pool, pool_loop *loop, size_t worker) {
   loop->helpers++;
+  pass_call(pool);
   pthread_mutex_unlock(&pool->lock);
   draw(loop, worker);
   qkv_yield_rest();
@@ -81,6 +90,7 @@ static void yield(qkv_pool *pool) {
 // The lock is held on entry and on return.
 static void run_job(qkv_pool *pool) {
   const qkv_fair_job job = qkv_fair_pop(pool->queue);
+  pass_call(pool);
   pthread_mutex_unlock(&pool->lock);
   if (job.queued_ns != 0) qkv_stage_add(QKV_STAGE_QUEUE, job.queued_ns);
   qkv_yield_now();
@@ -105,7 +115,7 @@ static bool wait_for_work(qkv_pool *pool) {
     pthread_cond_wait(&pool->work, &pool->lock);
   }
   pool->idle--;
-  return code != ETIMEDOUT || qkv_fair_length(pool->queue) > 0 || find_loop(pool) != NULL || pool->running == 1;
+  return code != ETIMEDOUT || qkv_fair_ready(pool->queue) || find_loop(pool) != NULL || pool->running == 1;
 }
 
 static void *thread_main(void *context) {
@@ -124,7 +134,7 @@ static void *thread_main(void *context) {
     }
     if (loop != NULL) {
       help(pool, loop, self->worker);
-    } else if (qkv_fair_length(pool->queue) > 0) {
+    } else if (qkv_fair_ready(pool->queue)) {
       run_job(pool);
     } else if (pool->ending || !wait_for_work(pool)) {
       break;
@@ -167,17 +177,24 @@ static void start_on_demand(qkv_pool *pool, size_t wanted) {
   }
 }
 
+// One thread, idle or new, for a job that may start. The lock is held.
+static void call_thread(qkv_pool *pool) {
+  if (!qkv_fair_ready(pool->queue)) return;
+  start_on_demand(pool, 1);
+  pthread_cond_signal(&pool->work);
+}
+
 static qkv_pool *create(const qkv_pool_config *config) {
   qkv_pool *made = calloc(1, sizeof *made);
   pthread_condattr_t attributes;
-  assert(made != NULL);
+  assert(made != NULL && (config->on_demand || !config->waits));
   pthread_mutex_init(&made->lock, NULL);
   pthread_condattr_init(&attributes);
   pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
   pthread_cond_init(&made->work, &attributes);
   pthread_condattr_destroy(&attributes);
   made->config = *config;
-  made->queue = qkv_fair_create(config->queue_max);
+  made->queue = qkv_fair_create(config->queue_max, config->waits ? config->threads : 0);
   made->members = calloc(config->threads + 1, sizeof *made->members);
   assert(made->members != NULL);
   return made;
@@ -229,10 +246,7 @@ qkv_status qkv_pool_submit_as(qkv_pool *pool, const qkv_share *share, qkv_job_fn
       .run = run, .context = context, .share = *share, .queued_ns = pool->config.timed ? qkv_stage_now() : 0};
   pthread_mutex_lock(&pool->lock);
   const bool taken = qkv_fair_push(pool->queue, &job);
-  if (taken) {
-    start_on_demand(pool, qkv_fair_length(pool->queue));
-    pthread_cond_signal(&pool->work);
-  }
+  if (taken) call_thread(pool);
   pthread_mutex_unlock(&pool->lock);
   return taken ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
 }

@@ -33,6 +33,7 @@ typedef struct qkv_pool_config {
   bool yields;     // to attention (yield.h), before each job and at the work's own yield points
   int nice;        // added to the threads' nice value
   bool on_demand;  // one thread stays; others start when jobs wait, and end after QKV_POOL_LINGER_MS without work
+  bool waits;      // jobs may wait long: no flow has all threads (fair.h); with on_demand alone
   bool timed;      // how long jobs wait is counted (histogram.h: QKV_STAGE_QUEUE)
 } qkv_pool_config;
 

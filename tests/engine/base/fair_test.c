@@ -26,7 +26,7 @@ static uintptr_t pop(qkv_fair *fair, uint64_t ns) {
 
 static void one_flow_is_first_come_first_served(void **state) {
   (void)state;
-  qkv_fair *fair = qkv_fair_create(8);
+  qkv_fair *fair = qkv_fair_create(8, 0);
   for (uintptr_t i = 0; i < 8; i++) assert_true(push(fair, 0, 0, false, i));
   assert_false(push(fair, 1, 0, true, 9));
   assert_int_equal(qkv_fair_length(fair), 8);
@@ -36,7 +36,7 @@ static void one_flow_is_first_come_first_served(void **state) {
 
 static void a_flood_does_not_hold_others_up(void **state) {
   (void)state;
-  qkv_fair *fair = qkv_fair_create(1024);
+  qkv_fair *fair = qkv_fair_create(1024, 0);
   for (uintptr_t i = 0; i < 500; i++) assert_true(push(fair, 1, 0, false, 1));
   for (int i = 0; i < 10; i++) (void)pop(fair, 1000000);
   assert_true(push(fair, 2, 0, false, 2));
@@ -47,7 +47,7 @@ static void a_flood_does_not_hold_others_up(void **state) {
 // Busy all the time, with jobs of `cost`; shares of the time in what `rounds` jobs take.
 static void share_out(const uint32_t *weights, const uint64_t *costs, double *shares) {
   enum { FLOWS = 3, ROUNDS = 6000 };
-  qkv_fair *fair = qkv_fair_create(64);
+  qkv_fair *fair = qkv_fair_create(64, 0);
   double sums[FLOWS] = {0}, all = 0;
   for (uintptr_t flow = 0; flow < FLOWS; flow++) {
     for (int i = 0; i < (flow == 0 ? 20 : 2); i++) assert_true(push(fair, flow, weights[flow], false, flow));
@@ -77,7 +77,7 @@ static void time_is_shared_by_weight_and_not_by_jobs(void **state) {
 
 static void idleness_saves_nothing_up(void **state) {
   (void)state;
-  qkv_fair *fair = qkv_fair_create(64);
+  qkv_fair *fair = qkv_fair_create(64, 0);
   for (int i = 0; i < 1000; i++) {
     assert_true(push(fair, 1, 0, false, 1));
     (void)pop(fair, 1000000);
@@ -92,7 +92,7 @@ static void idleness_saves_nothing_up(void **state) {
 
 static void urgent_jobs_go_first_and_starve_nobody(void **state) {
   (void)state;
-  qkv_fair *fair = qkv_fair_create(64);
+  qkv_fair *fair = qkv_fair_create(64, 0);
   assert_true(push(fair, 1, 0, false, 1));
   assert_true(push(fair, 1, 0, false, 1));
   for (int i = 0; i < 20; i++) assert_true(push(fair, 2, 0, true, 2));
@@ -104,11 +104,91 @@ static void urgent_jobs_go_first_and_starve_nobody(void **state) {
   qkv_fair_destroy(&fair);
 }
 
+// ---- Threads ----
+
+// Takes jobs while one may start; tallies[flow] of them.
+static void take_all(qkv_fair *fair, int *tallies) {
+  while (qkv_fair_ready(fair)) tallies[(uintptr_t)qkv_fair_pop(fair).context]++;
+}
+
+static void end_one(qkv_fair *fair, uint64_t flow) {
+  qkv_fair_done(fair, &(qkv_fair_job){.share = {.flow = flow}}, 1000);
+}
+
+static void a_flow_has_no_more_threads_than_are_free(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(1024, 16);
+  static const int expected[] = {8, 4, 2, 1, 1};  // each after those before
+  int running[7] = {0};
+  for (uintptr_t flow = 0; flow < 5; flow++) {
+    for (int i = 0; i < 20; i++) assert_true(push(fair, flow, 0, false, flow));
+    take_all(fair, running);
+    for (uintptr_t i = 0; i < 5; i++) assert_int_equal(running[i], i <= flow ? expected[i] : 0);
+  }
+  assert_true(push(fair, 5, 0, true, 5));
+  assert_false(qkv_fair_ready(fair));  // there is no thread left
+  end_one(fair, 0);
+  take_all(fair, running);
+  assert_int_equal(running[5], 1);  // the last free one is for a flow that has none
+  end_one(fair, 0);
+  assert_false(qkv_fair_ready(fair));
+  assert_true(push(fair, 6, 0, false, 6));
+  take_all(fair, running);
+  assert_int_equal(running[6], 1);
+  qkv_fair_destroy(&fair);
+}
+
+static void flows_that_come_together_have_as_many_threads(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(64, 16);
+  int running[2] = {0};
+  for (uintptr_t i = 0; i < 40; i++) assert_true(push(fair, i % 2, 0, false, i % 2));
+  take_all(fair, running);
+  assert_int_equal(running[0] + running[1], 11);
+  assert_in_range(running[0], 5, 6);
+  qkv_fair_destroy(&fair);
+}
+
+static void urgent_jobs_do_not_get_more_threads(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(64, 4);
+  int running[3] = {0};
+  for (int i = 0; i < 20; i++) assert_true(push(fair, 1, 0, true, 1));
+  take_all(fair, running);
+  assert_int_equal(running[1], 2);
+  assert_true(push(fair, 2, 0, false, 2));  // goes past them
+  take_all(fair, running);
+  assert_int_equal(running[1], 2);
+  assert_int_equal(running[2], 1);
+  qkv_fair_destroy(&fair);
+}
+
+static void each_flow_gets_a_thread_where_there_are_few(void **state) {
+  (void)state;
+  for (size_t threads = 1; threads < 4; threads++) {
+    qkv_fair *fair = qkv_fair_create(64, threads);
+    for (uintptr_t i = 0; i < 30; i++) assert_true(push(fair, i % 3, 0, i % 2 == 0, i));
+    for (int i = 0; i < 30; i++) {
+      assert_true(qkv_fair_ready(fair));
+      (void)pop(fair, 1000);
+    }
+    assert_false(qkv_fair_ready(fair));
+    assert_int_equal(qkv_fair_length(fair), 0);
+    qkv_fair_destroy(&fair);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(one_flow_is_first_come_first_served),      cmocka_unit_test(a_flood_does_not_hold_others_up),
-      cmocka_unit_test(time_is_shared_by_weight_and_not_by_jobs), cmocka_unit_test(idleness_saves_nothing_up),
+      cmocka_unit_test(one_flow_is_first_come_first_served),
+      cmocka_unit_test(a_flood_does_not_hold_others_up),
+      cmocka_unit_test(time_is_shared_by_weight_and_not_by_jobs),
+      cmocka_unit_test(idleness_saves_nothing_up),
       cmocka_unit_test(urgent_jobs_go_first_and_starve_nobody),
+      cmocka_unit_test(a_flow_has_no_more_threads_than_are_free),
+      cmocka_unit_test(flows_that_come_together_have_as_many_threads),
+      cmocka_unit_test(urgent_jobs_do_not_get_more_threads),
+      cmocka_unit_test(each_flow_gets_a_thread_where_there_are_few),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

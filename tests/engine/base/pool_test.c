@@ -390,6 +390,113 @@ static void test_a_flood_leaves_others_their_share(void **state) {
   assert_true(few / all > 0.9 / 2 && few / all < 1.1 / 2);
 }
 
+// ---- Jobs that wait ----
+
+static qkv_pool *waiting_pool(size_t threads, size_t queue_max) {
+  qkv_pool *pool = NULL;
+  const qkv_pool_config config = {.threads = threads, .queue_max = queue_max, .on_demand = true, .waits = true};
+  assert_int_equal(qkv_pool_create_with(&config, &pool, NULL), QKV_OK);
+  return pool;
+}
+
+static void submit_as(qkv_pool *pool, uint64_t flow, qkv_job_fn *run, void *context) {
+  assert_int_equal(qkv_pool_submit_as(pool, &(qkv_share){.flow = flow}, run, context), QKV_OK);
+}
+
+// However many of its jobs wait, and also where all that are queued have to run since the pool ends.
+static void test_a_flow_that_waits_leaves_threads(void **state) {
+  (void)state;
+  qkv_pool *pool = waiting_pool(4, 16);
+  gate_state first = GATE_CLOSED, second = GATE_CLOSED;
+  _Atomic int done = 0;
+  for (int i = 0; i < 6; i++) submit_as(pool, 1, pass_gate, &first);
+  await_arrivals(&first, 2);
+  submit_as(pool, 2, pass_gate, &second);
+  await_arrivals(&second, 1);
+  assert_int_equal(qkv_pool_waiting(pool), 4);
+  assert_int_equal(first.arrived, 2);
+  submit_as(pool, 2, add_one, &done);
+  submit_as(pool, 3, pass_gate, &second);
+  await_arrivals(&second, 2);
+  assert_int_equal(qkv_pool_waiting(pool), 5);
+  assert_int_equal(qkv_pool_running(pool), 4);
+  open_gate(&second);
+  while (atomic_load(&done) == 0) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+  open_gate(&first);
+  qkv_pool_destroy(&pool);
+  assert_int_equal(first.arrived, 6);
+}
+
+// Two flows with a thread each, of three: as a job of the one ends, the other one's next job starts, as it has had
+// less time, and then the first one's next job may start, too, on a thread that has to be made for it.
+static void test_the_end_of_a_job_lets_two_start(void **state) {
+  (void)state;
+  qkv_pool *pool = waiting_pool(3, 16);
+  gate_state first = GATE_CLOSED, others = GATE_CLOSED;
+  submit_as(pool, 1, pass_gate, &first);
+  await_arrivals(&first, 1);
+  submit_as(pool, 2, pass_gate, &others);
+  await_arrivals(&others, 1);
+  submit_as(pool, 1, pass_gate, &others);
+  submit_as(pool, 2, pass_gate, &others);
+  assert_int_equal(qkv_pool_running(pool), 2);
+  assert_int_equal(qkv_pool_waiting(pool), 2);
+  (void)nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  open_gate(&first);
+  await_arrivals(&others, 3);
+  assert_int_equal(qkv_pool_running(pool), 3);
+  open_gate(&others);
+  qkv_pool_destroy(&pool);
+}
+
+enum { CROWD = 5, CROWD_THREADS = 6 };
+
+typedef struct crowd {
+  qkv_pool *pool;
+  _Atomic int inside[CROWD], worst, done;
+} crowd;
+
+typedef struct crowd_member {
+  crowd *all;
+  unsigned flow;
+} crowd_member;
+
+static void stay_a_moment(void *context) {
+  const crowd_member *own = context;
+  const int inside = atomic_fetch_add(&own->all->inside[own->flow], 1) + 1;
+  int worst = atomic_load(&own->all->worst);
+  while (inside > worst && !atomic_compare_exchange_weak(&own->all->worst, &worst, inside)) continue;
+  if (own->flow % 2 == 0) (void)nanosleep(&(struct timespec){.tv_nsec = 50000 * (own->flow + 1)}, NULL);
+  atomic_fetch_sub(&own->all->inside[own->flow], 1);
+  atomic_fetch_add(&own->all->done, 1);
+}
+
+static void *submit_a_lot(void *context) {
+  crowd_member *own = context;
+  for (int i = 0; i < 300; i++) submit_as(own->all->pool, own->flow, stay_a_moment, own);
+  return NULL;
+}
+
+// All run, and none of five flows ever has more than half of the threads.
+static void test_flows_that_wait_all_end(void **state) {
+  (void)state;
+  for (int round = 0; round < 3; round++) {
+    crowd all = {.pool = waiting_pool(CROWD_THREADS, CROWD * 300)};
+    crowd_member members[CROWD];
+    pthread_t threads[CROWD];
+    for (unsigned i = 0; i < CROWD; i++) {
+      members[i] = (crowd_member){.all = &all, .flow = i};
+      assert_int_equal(pthread_create(&threads[i], NULL, submit_a_lot, &members[i]), 0);
+    }
+    for (int i = 0; i < CROWD; i++) (void)pthread_join(threads[i], NULL);
+    const int most = round == 0 ? CROWD * 300 : 0;  // or the pool's end runs what is left
+    while (atomic_load(&all.done) < most) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    qkv_pool_destroy(&all.pool);
+    assert_int_equal(all.done, CROWD * 300);
+    assert_in_range(all.worst, 1, CROWD_THREADS / 2);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
@@ -402,6 +509,9 @@ int main(void) {
                                      cmocka_unit_test(test_nice_threads),
                                      cmocka_unit_test(test_threads_on_demand),
                                      cmocka_unit_test(test_pinned_threads),
-                                     cmocka_unit_test(test_a_flood_leaves_others_their_share)};
+                                     cmocka_unit_test(test_a_flood_leaves_others_their_share),
+                                     cmocka_unit_test(test_a_flow_that_waits_leaves_threads),
+                                     cmocka_unit_test(test_the_end_of_a_job_lets_two_start),
+                                     cmocka_unit_test(test_flows_that_wait_all_end)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
