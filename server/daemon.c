@@ -20,7 +20,7 @@
 #include "server/rpc/inspect.h"
 #include "server/service.h"
 
-enum { BLOCKING_THREADS = 8 };  // of each half; their jobs mostly wait
+enum { BLOCKING_THREADS = 16 };  // of each half, of which one tenant has 8; their jobs mostly wait
 
 int64_t qkv_daemon_uptime_ms(const qkv_daemon *daemon) {
   return qkv_now_ms() - daemon->started_ms;

@@ -14,6 +14,7 @@ static qkv_pool_config pool_config(const qkv_executor_config *config, qkv_work w
       [QKV_WORK_BULK] = true, [QKV_WORK_BULK_BLOCKING] = true, [QKV_WORK_UPKEEP] = true};
   static const bool on_demand[QKV_WORK_KINDS] = {
       [QKV_WORK_BLOCKING] = true, [QKV_WORK_BULK_BLOCKING] = true, [QKV_WORK_UPKEEP] = true};
+  static const bool waits[QKV_WORK_KINDS] = {[QKV_WORK_BLOCKING] = true, [QKV_WORK_BULK_BLOCKING] = true};
   const size_t threads[QKV_WORK_KINDS] = {[QKV_WORK_INTERACTIVE] = config->threads,
                                           [QKV_WORK_BULK] = config->threads,
                                           [QKV_WORK_BLOCKING] = config->blocking_max,
@@ -25,6 +26,7 @@ static qkv_pool_config pool_config(const qkv_executor_config *config, qkv_work w
                            .yields = yields[work],
                            .nice = yields[work] ? config->bulk_nice : 0,
                            .on_demand = on_demand[work],
+                           .waits = waits[work],
                            .timed = work != QKV_WORK_UPKEEP};
 }
 

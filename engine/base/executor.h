@@ -1,7 +1,8 @@
 // The executor: all threads of a daemon that run jobs, by what the jobs do.
 //
 //   compute    as many threads as processors; a job may wait for a layer for a moment, never for a disk
-//   blocking   threads on demand, for jobs that wait for a disk most of the time
+//   blocking   threads on demand, for jobs that wait most of the time, for a disk or for a tenant's quota. One flow
+//              has half of them at most, so that others have threads while its jobs wait (fair.h)
 //   upkeep     two threads on demand, for background work, so that no other job keeps it waiting
 //
 // Compute and blocking have an interactive half, which a client waits for, and a bulk half. Threads of bulk work and
@@ -25,7 +26,7 @@ typedef enum qkv_work {
 
 typedef struct qkv_executor_config {
   size_t threads;       // that compute, of each half; >= 1
-  size_t blocking_max;  // that may wait for a disk, of each half; >= 1
+  size_t blocking_max;  // that may wait for a disk, of each half; >= 1; one flow has half of them
   size_t queue_max;     // jobs of each kind that may wait
   int bulk_nice;
   bool pinned;  // interactive compute threads (pool.h)

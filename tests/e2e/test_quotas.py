@@ -368,6 +368,38 @@ def test_a_tenant_at_its_ceiling_on_the_ssd_loses_its_oldest(tmp_path):
         assert other.info().lengths[0] == 4096
 
 
+@pytest.mark.parametrize("tokens", [64, 1024], ids=["small", "bulk"])
+def test_a_tenant_whose_appends_wait_leaves_threads(tmp_path, tokens):
+    """More appends of a tenant wait for its quota of the SSD than there are threads: another tenant opens, reads what is cold
+    and appends before the first of them ends, after 5 seconds."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text(f"a ssd_bytes=1\nb host_bytes={MIB // 2}\n")
+    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0") as daemon:
+        shape = {"layers": 1, "kv_heads": 1, "q_heads": 1, "recent_window": 0}
+        other = Cache(Tenant(daemon.stub(), "b"), "sync", durability=kv.DURABILITY_SYNC, **shape)
+        for i in range(8):
+            cold = Cache(other.stub, f"s{i}", seed=i, **shape)
+            cold.append(0, *cold.rows(4096))
+        cold.name = "s0"
+        assert cold.info().tokens_cold > 0
+        stub, calls = Tenant(daemon.stub(), "a"), []
+        caches = [Cache(stub, f"s{i}", durability=kv.DURABILITY_SYNC, **shape) for i in range(24)]
+        for cache in caches:  # a session that is pinned is not deleted for the others
+            stub.Pin(kv.PinRequest(session=cache.name), timeout=TIMEOUT)
+        appends = daemon.stub().Append
+        for cache in caches:
+            request = kv.AppendRequest(items=[cache.item(0, *cache.rows(tokens))])
+            calls.append(appends.future(iter([request]), timeout=TIMEOUT, metadata=(("qkv-tenant", "a"),)))
+        wait_for(lambda: daemon.metric("qkvd_queue_jobs") >= len(calls) - 16, "the appends do not wait")
+        open_more(other.stub, other, "new")
+        assert cold.fetch()[0].shape[0] == 4096
+        other.append(0, *other.rows(tokens))
+        assert not any(call.done() for call in calls)
+        Admin(daemon).set("a", ssd_bytes=64 * MIB)
+        for call in calls:
+            call.result()
+
+
 def test_what_is_guaranteed_stays(tmp_path):
     """Another tenant's appends take memory from what is not guaranteed, though it was used later."""
     quotas = tmp_path / "quotas"

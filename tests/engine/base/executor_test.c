@@ -52,6 +52,10 @@ static void wait_for_flag(void *context) {
   while (!atomic_load(flag)) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
 }
 
+static void set_flag(void *context) {
+  atomic_store((_Atomic bool *)context, true);
+}
+
 // One kind that is full does not fill another one.
 static void test_queues_are_apart(void **state) {
   (void)state;
@@ -73,10 +77,34 @@ static void test_queues_are_apart(void **state) {
   assert_int_not_equal(other.nice, -100);
 }
 
+// A flow whose jobs wait leaves threads of its kind to others, though not its two of upkeep.
+static void test_a_flow_leaves_blocking_threads(void **state) {
+  (void)state;
+  qkv_executor *executor = NULL;
+  _Atomic bool over = false;
+  const qkv_executor_config config = {.threads = 1, .blocking_max = 4, .queue_max = 8};
+  assert_int_equal(qkv_executor_create(&config, &executor, NULL), QKV_OK);
+  static const qkv_work kinds[] = {QKV_WORK_BLOCKING, QKV_WORK_BULK_BLOCKING};
+  for (size_t i = 0; i < 2; i++) {
+    for (int job = 0; job < 5; job++)
+      assert_int_equal(qkv_executor_submit(executor, kinds[i], wait_for_flag, &over), QKV_OK);
+    _Atomic bool flag = false;
+    assert_int_equal(qkv_executor_submit_as(executor, kinds[i], &(qkv_share){.flow = 1}, set_flag, &flag), QKV_OK);
+    wait_for_flag(&flag);
+  }
+  assert_int_equal(qkv_executor_waiting(executor), 2 * 3);
+  for (int job = 0; job < 2; job++)
+    assert_int_equal(qkv_executor_submit(executor, QKV_WORK_UPKEEP, wait_for_flag, &over), QKV_OK);
+  while (qkv_executor_waiting(executor) != 2 * 3) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+  atomic_store(&over, true);
+  qkv_executor_destroy(&executor);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_kinds_of_work),
       cmocka_unit_test(test_queues_are_apart),
+      cmocka_unit_test(test_a_flow_leaves_blocking_threads),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
