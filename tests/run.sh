@@ -60,7 +60,7 @@ Not among them unless asked for:
 By hand: tests/link/measure.sh, pages over a slow link; tests/mutants/mutants.py, what planted mistakes are caught;
 tests/lint/tidy.sh --deep, clang-tidy with the static analyzer's own limits; tests/attacks/measure.py, what attacks cost
 others; tests/attacks/identity_cost.py, what TLS and tokens cost; tests/attacks/shares.py, what a flooded tenant has of
-its share.
+its share; tests/attacks/waiting.py, how long a tenant waits while another one's jobs wait.
 TEXT
 }
 

@@ -282,6 +282,57 @@ def appends_and_attends(address, threads=16):
         time.sleep(1)
 
 
+def appends_that_wait(address, sync, threads=32):
+    """A tenant whose appends wait for its quota: of memory, where its only session that can leave is in use all the time, or,
+    with `sync`, of the SSD. None of the sessions that append can go, as they are pinned."""
+    model = model_pb2.Model(name="waits", layers=1, kv_heads=1, q_heads=1, key_dim=64, value_dim=64, dtype=tensor_pb2.DTYPE_FP16)
+    policy = model_pb2.CodecPolicy(recent_window=0 if sync else 1 << 20)
+    data = np.random.default_rng(1).standard_normal((32, 1, 64)).astype("<f2").tobytes()
+    row = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FP16, dims=(1, 1, 64), data=data[:128])
+    rows = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FP16, dims=(32, 1, 64), data=data)
+    kept = kv.DURABILITY_SYNC if sync else kv.DURABILITY_UNSPECIFIED
+
+    def open_session(name):
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        stub = kv_cache_pb2_grpc.KvCacheStub(grpc.insecure_channel(address, options=options))
+        stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), metadata=GREEDY)
+        request = kv.OpenSessionRequest(session=name, model=model.name, policy=policy, durability=kept)
+        stub.OpenSession(request, metadata=GREEDY)
+        return stub
+
+    def append(stub, session, position):
+        item = kv.Item(session=session, position=position, k=rows, v=rows)
+        stub.Append(iter([kv.AppendRequest(items=[item])]), metadata=GREEDY)
+
+    def use(stub, last):
+        while True:
+            try:
+                stub.Attend(kv.AttendRequest(items=[kv.Item(session="used", position=last, q=row)]), metadata=GREEDY)
+            except grpc.RpcError:
+                pass
+            time.sleep(0.02)
+
+    def work(number):
+        session = f"waits-{number}"
+        stub = open_session(session)
+        stub.Pin(kv.PinRequest(session=session), metadata=GREEDY)
+        while True:
+            try:
+                append(stub, session, stub.GetSession(kv.GetSessionRequest(session=session), metadata=GREEDY).lengths[0])
+            except grpc.RpcError:
+                time.sleep(0.01)
+
+    if not sync:
+        used = open_session("used")
+        for position in range(0, 13500, 32):  # 3.3 MiB of exact rows
+            append(used, "used", position)
+        threading.Thread(target=use, args=(used, 13500), daemon=True).start()
+    for number in range(threads):
+        threading.Thread(target=work, args=(number,), daemon=True).start()
+    while True:
+        time.sleep(1)
+
+
 CONTROL = "none, but a process that sends to another"
 ATTACKS = {
     CONTROL: elsewhere,
@@ -305,6 +356,13 @@ ATTACKS = {
 }
 
 
+# For waiting.py: each needs a quota of the tenant `greedy`.
+WAITS = {
+    "host_bytes": ("4MiB", lambda address: appends_that_wait(address, False)),
+    "ssd_bytes": ("1", lambda address: appends_that_wait(address, True)),
+}
+
+
 def memory_bound(name):
     """MiB by which the daemon may grow, as docs/security.md says."""
     return 768 if name == "unread answers" else 512
@@ -313,4 +371,5 @@ def memory_bound(name):
 if __name__ == "__main__":
     os.nice(19)
     print("begins", flush=True)
-    ATTACKS[sys.argv[1]](sys.argv[2])
+    attack = WAITS[sys.argv[1]][1] if sys.argv[1] in WAITS else ATTACKS[sys.argv[1]]
+    attack(sys.argv[2])
