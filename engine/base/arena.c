@@ -167,10 +167,11 @@ static void tell_heap(qkv_arena *arena) {
 }
 
 void qkv_arena_move_elsewhere(qkv_arena *arena, uint64_t bytes) {
-  (void)pthread_mutex_lock(&arena->lock);
-  arena->elsewhere += bytes;
-  tell_heap(arena);
-  (void)pthread_mutex_unlock(&arena->lock);
+  qkv_arena *whole = qkv_arena_whole(arena);
+  (void)pthread_mutex_lock(&whole->lock);
+  whole->elsewhere += bytes;
+  tell_heap(whole);
+  (void)pthread_mutex_unlock(&whole->lock);
 }
 
 qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_error *error) {
@@ -180,11 +181,12 @@ qkv_status qkv_arena_reserve_elsewhere(qkv_arena *arena, uint64_t bytes, qkv_err
 }
 
 void qkv_arena_unreserve_elsewhere(qkv_arena *arena, uint64_t bytes) {
-  (void)pthread_mutex_lock(&arena->lock);
-  assert(arena->elsewhere >= bytes);
-  arena->elsewhere -= bytes;
-  tell_heap(arena);
-  (void)pthread_mutex_unlock(&arena->lock);
+  qkv_arena *whole = qkv_arena_whole(arena);
+  (void)pthread_mutex_lock(&whole->lock);
+  assert(whole->elsewhere >= bytes);
+  whole->elsewhere -= bytes;
+  tell_heap(whole);
+  (void)pthread_mutex_unlock(&whole->lock);
   qkv_arena_unreserve(arena, bytes);
 }
 

@@ -47,7 +47,7 @@ qkv_arena *qkv_arena_create(const char *budget_name, uint64_t bytes_max);
 // The same with a heap that is not the default one.
 qkv_arena *qkv_arena_create_on(const qkv_heap_config *config, const char *budget_name, uint64_t bytes_max);
 // An account of `arena`, which outlives it, without a ceiling yet. `budget_name` is copied: "quota host_bytes of
-// tenant x". Not for accounts: set_limit, reserve_next, let_go and the functions for memory elsewhere.
+// tenant x". Not for accounts: set_limit, reserve_next and let_go.
 qkv_arena *qkv_arena_create_account(qkv_arena *arena, const char *budget_name, void *owner);
 // The arena that an account is on top of; of another arena itself.
 qkv_arena *qkv_arena_whole(qkv_arena *arena);

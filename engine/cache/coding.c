@@ -75,6 +75,23 @@ static qkv_coding *create(const qkv_model *model, const qkv_policy *policy, qkv_
   return coding;
 }
 
+uint64_t qkv_coding_cost(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                         const qkv_calibration *calibration) {
+  const uint64_t pointers = model->layers * sizeof(qkv_coder *);
+  uint64_t bytes = sizeof(qkv_coding) + pointers + model->layers * sizeof(coders_of);
+  qkv_policy *policies = calloc(model->layers, sizeof *policies);
+  if (policies == NULL) abort();
+  for (uint32_t layer = 0; layer < model->layers; layer++) policies[layer] = qkv_model_policy(model, layer, policy);
+  const qkv_coder_spec spec = qkv_model_coder_spec(model, policies, purpose, calibration);
+  for (uint32_t layer = 0; layer < spec.layers; layer++) {
+    uint32_t before = 0;
+    while (policies[before].codec->create != policies[layer].codec->create) before++;
+    if (before == layer) bytes += policies[layer].codec->cost(&spec);
+  }
+  free(policies);
+  return bytes;
+}
+
 uint64_t qkv_coding_bytes_held(void) {
   (void)pthread_mutex_lock(&lock);
   const uint64_t bytes = held;
@@ -130,13 +147,23 @@ static qkv_coding *find_or_add(const qkv_model *model, const qkv_policy *policy,
   return coding;
 }
 
-qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
-                           const qkv_calibration *calibration) {
-  if (!is_calibrated(model, policy)) calibration = NULL;
-  // Policy fields that no coder uses do not tell codings apart.
+// Policy fields that no coder uses do not tell codings apart.
+static qkv_policy key_of(const qkv_policy *policy) {
   qkv_policy key = *policy;
   key.recent_window = 0;
   key.learn_said = key.learn = false;
+  return key;
+}
+
+bool qkv_coding_alike(const qkv_policy *a, const qkv_policy *b) {
+  const qkv_policy first = key_of(a), second = key_of(b);
+  return qkv_policy_equal(&first, &second);
+}
+
+qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                           const qkv_calibration *calibration) {
+  if (!is_calibrated(model, policy)) calibration = NULL;
+  const qkv_policy key = key_of(policy);
   (void)pthread_mutex_lock(&lock);
   qkv_coding *coding = find_or_add(model, &key, purpose, calibration, NULL);
   (void)pthread_mutex_unlock(&lock);

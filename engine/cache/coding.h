@@ -21,6 +21,12 @@ qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv
 qkv_coding *qkv_coding_ref(qkv_coding *coding);
 void qkv_coding_unref(qkv_coding **coding);
 
+// The most memory that a coding takes, without its calibration; whether there is one or not.
+uint64_t qkv_coding_cost(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                         const qkv_calibration *calibration);
+// Whether two policies, resolved, have the same coding, where all else is equal.
+bool qkv_coding_alike(const qkv_policy *a, const qkv_policy *b);
+
 // The calibration of this version, if any coding of the model is made with it, with a reference for the caller; else
 // NULL.
 const qkv_calibration *qkv_coding_find_calibration(const qkv_model *model, uint32_t version);

@@ -57,6 +57,7 @@ typedef struct qkv_session_config {
   uint64_t whole;               // positions that every layer must have, or it is lost; 0: any will do
   uint64_t parent_truncations;  // of a fork: qkv_session_truncations of its parent when that was decided on
   uint64_t *headroom;           // the reservation that it is created in (arena.h), or NULL; not used afterwards
+  bool found;                   // at a start: where little memory is left, its coders are not counted in the budget
   qkv_pool *pool;               // helps to encode (layer.h), and outlives the session; NULL: none does. The store's
   qkv_device *device;           // of its layers (layer.h); NULL: none. The store chooses it
   qkv_prefix_index *prefixes;   // that it is matched by, and outlives the session; NULL: it is not. The store's

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "engine/cache/session_fold.h"
+#include "engine/cache/session_kind.h"
 #include "engine/cache/session_slots.h"
 #include "engine/cache/session_spill.h"
 #include "engine/cache/session_table.h"
@@ -492,6 +493,17 @@ qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, co
   unlock(store);
   qkv_account_unref(&account);
   return status;
+}
+
+uint64_t qkv_store_coders_cost(qkv_store *store, const qkv_session_config *config, const char *model_name) {
+  const qkv_model *model = NULL;
+  qkv_session_config resolved = *config;
+  if (qkv_store_model(store, config->tenant, model_name, &model, NULL) != QKV_OK) return 0;
+  qkv_store_resolve(model, &resolved, &resolved.policy);
+  if (qkv_policy_check(&resolved.policy, NULL) != QKV_OK ||
+      qkv_model_policy_check(model, &resolved.policy, NULL) != QKV_OK)
+    return 0;
+  return qkvi_session_coders_cost(&resolved, model);
 }
 
 qkv_status qkv_store_publish(qkv_store *store, qkv_session *session, qkv_error *error) {

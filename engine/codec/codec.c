@@ -41,12 +41,17 @@ static void *exact_create(const qkv_coder_spec *spec, const qkv_coder **coders, 
   return made;
 }
 
+static uint64_t exact_cost(const qkv_coder_spec *spec) {
+  return spec->layers * sizeof(qkv_coder);
+}
+
 static const qkv_codec exact = {.id = 0,
                                 .name = "exact",
                                 .calibrated = true,  // so that none holds on to a coding that is not used any more
                                 .bits_valid = any_bits,
                                 .bits_text = "numbers above 0",
                                 .create = exact_create,
+                                .cost = exact_cost,
                                 .destroy = free};
 
 static const qkv_codec *const codecs[] = {

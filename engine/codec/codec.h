@@ -136,6 +136,8 @@ struct qkv_codec {
   // share, for destroy(), and adds the memory of all to `bytes`. Afterwards `spec` and what it points to are not used
   // any more, except the calibration.
   void *(*create)(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
+  // The most memory that create() takes for the spec, which is known before anything is made.
+  uint64_t (*cost)(const qkv_coder_spec *spec);
   void (*destroy)(void *made);
   // Most bytes that a page takes.
   size_t (*page_bytes_max)(const qkv_coder *coder);

@@ -476,6 +476,7 @@ const qkv_codec qkvi_codec_embedded = {
     .bits_valid = embedded_bits_valid,
     .bits_text = "multiples of 0.125 up to 8",
     .create = qkvi_embedded_create,
+    .cost = qkvi_embedded_cost,
     .destroy = qkvi_embedded_destroy,
     .page_bytes_max = embedded_page_bytes_max,
     .encode = qkvi_embedded_encode,

@@ -204,6 +204,17 @@ static void make_layer(made_coders *made, uint32_t layer) {
   }
 }
 
+uint64_t qkvi_embedded_cost(const qkv_coder_spec *spec) {
+  const uint64_t heads = (uint64_t)spec->layers * spec->kv_heads;
+  uint64_t bytes = sizeof(made_coders) + spec->layers * sizeof(qkv_embedded_coder) + heads * sizeof(qkv_head_coder);
+  if (spec->rope->theta != 0) bytes += qkv_phases_bytes(spec->rope);
+  if (spec->calibration != NULL) bytes += heads * spec->value_dim * sizeof(float);
+  if (frame_of(spec) != QKV_FRAME_ARCHIVE) return bytes;
+  // Data-free, heads of layers of the same bits have one.
+  bytes += heads * sizeof(qkv_rebuild *);
+  return bytes + (spec->calibration != NULL ? heads : spec->layers) * qkv_rebuild_cost(spec->key_dim);
+}
+
 static uint64_t bytes_of(const made_coders *made, const qkv_coder_spec *spec) {
   const size_t phases = made->phases != NULL ? qkv_phases_bytes(spec->rope) : 0;
   uint64_t rebuilds = 0;

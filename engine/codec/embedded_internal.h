@@ -69,6 +69,7 @@ typedef struct qkvi_additions {
 qkvi_additions qkvi_additions_find(const qkv_coder *coder, const void *page, uint16_t kv_head, qkv_part part);
 
 // qkv_codec.create and qkv_codec.destroy, encode and rows_match.
+uint64_t qkvi_embedded_cost(const qkv_coder_spec *spec);
 void *qkvi_embedded_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
 void qkvi_embedded_destroy(void *of);
 size_t qkvi_embedded_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype,

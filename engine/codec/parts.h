@@ -83,6 +83,7 @@ struct qkv_part_codec {
   size_t (*head_bytes)(const qkv_part_coder *coder);
   void (*head)(const qkv_part_coder *coder, const qkv_coder_spec *spec, const qkv_calibration *calibration,
                uint32_t layer, uint32_t kv_head, void *tables);
+  bool copies;                    // without a calibration the tables of a layer's heads are the same bytes
   const qkv_part_stream *stream;  // in place of encode() and matches(); NULL: blocks have a fixed size
   // rows [64][dim], zeros from `tokens` on, to a block of zeros; keys before RoPE, where there is columns().
   void (*encode)(const qkv_part_coder *coder, const float *rows, uint32_t tokens, uint8_t *block);
@@ -121,13 +122,15 @@ struct qkv_part_codec {
 };
 
 // The functions of a codec of parts, for its row in the codec table: `.part = &..., QKV_CODEC_OF_PARTS`.
-#define QKV_CODEC_OF_PARTS                                                                                 \
-  .create = qkvi_parts_create, .destroy = qkvi_parts_destroy, .page_bytes_max = qkvi_parts_page_bytes_max, \
-  .encode = qkvi_parts_encode, .query = qkvi_parts_query, .scores = qkvi_parts_scores,                     \
-  .accumulate = qkvi_parts_accumulate, .weigh = qkvi_parts_weigh, .output = qkvi_parts_output,             \
-  .decode = qkvi_parts_decode, .rows_match = qkvi_parts_rows_match, .validate = qkvi_parts_validate
+#define QKV_CODEC_OF_PARTS                                                                             \
+  .create = qkvi_parts_create, .cost = qkvi_parts_cost, .destroy = qkvi_parts_destroy,                 \
+  .page_bytes_max = qkvi_parts_page_bytes_max, .encode = qkvi_parts_encode, .query = qkvi_parts_query, \
+  .scores = qkvi_parts_scores, .accumulate = qkvi_parts_accumulate, .weigh = qkvi_parts_weigh,         \
+  .output = qkvi_parts_output, .decode = qkvi_parts_decode, .rows_match = qkvi_parts_rows_match,       \
+  .validate = qkvi_parts_validate
 
 void *qkvi_parts_create(const qkv_coder_spec *spec, const qkv_coder **coders, uint64_t *bytes);
+uint64_t qkvi_parts_cost(const qkv_coder_spec *spec);
 void qkvi_parts_destroy(void *of);
 size_t qkvi_parts_page_bytes_max(const qkv_coder *coder);
 size_t qkvi_parts_encode(const qkv_coder *coder, uint64_t position, uint32_t tokens, qkv_dtype dtype, const void *k,

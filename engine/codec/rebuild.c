@@ -56,15 +56,26 @@ static unsigned parts_for(const qkv_transform *keys, unsigned tier, size_t coded
   return qkvi_bytes_for(keys, tier, added);
 }
 
+static size_t columns_bytes(size_t dim, size_t parts) {
+  return (dim + QKV_INTEGER_COLUMNS) * parts * qkvi_column_bytes(dim);
+}
+
+static size_t offsets_bytes(size_t dim, size_t parts) {
+  return (dim + QKV_INTEGER_COLUMNS) * parts * (qkvi_column_bytes(dim) / QKVI_BLOCK_WIDTH + 1) * sizeof(int32_t);
+}
+
+size_t qkv_rebuild_cost(size_t dim) {
+  enum { PARTS_MOST = 2 };
+  return sizeof(qkv_rebuild) + dim * sizeof(float) + offsets_bytes(dim, PARTS_MOST) + columns_bytes(dim, PARTS_MOST);
+}
+
 qkv_rebuild *qkv_rebuild_create(const qkv_transform *keys, unsigned tier) {
   const size_t dim = keys->schedule->dim, coded = keys->schedule->reach[tier][1];
-  const size_t length = qkvi_column_bytes(dim), blocks = length / QKVI_BLOCK_WIDTH + 1;
   float *columns = allocate(dim * dim * sizeof *columns);
   fill_columns(keys, coded, columns);
   const unsigned parts = parts_for(keys, tier, coded, columns);
   // Chunks are whole: of up to QKV_INTEGER_COLUMNS columns.
-  const size_t bytes = (dim + QKV_INTEGER_COLUMNS) * parts * length;
-  const size_t offsets = (dim + QKV_INTEGER_COLUMNS) * parts * blocks * sizeof(int32_t);
+  const size_t bytes = columns_bytes(dim, parts), offsets = offsets_bytes(dim, parts);
   qkv_rebuild *made = allocate(sizeof *made);
   *made = (qkv_rebuild){
       .columns = {.scales = allocate(dim * sizeof(float)), .offsets = allocate(offsets), .bytes = allocate(bytes)},

@@ -23,6 +23,8 @@ typedef struct qkv_rebuild {
   size_t bytes;                 // of memory, all in all
 } qkv_rebuild;
 
+// The most bytes that one for keys of a width has.
+size_t qkv_rebuild_cost(size_t dim);
 // For keys of a tier and those below. The transform is needed no longer than the call.
 qkv_rebuild *qkv_rebuild_create(const qkv_transform *keys, unsigned tier);
 void qkv_rebuild_destroy(qkv_rebuild **rebuild);

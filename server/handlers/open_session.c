@@ -101,11 +101,12 @@ static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account
                                   const char *model, qkv_session **session, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error refused = {0};
-  uint64_t headroom = 0;
+  uint64_t headroom = 0, cost = OPEN_RESERVATION;
   qkv_status status = qkv_store_open(daemon->store, config, model, session, &refused);
+  if (status == QKV_RESOURCE_EXHAUSTED) cost += qkv_store_coders_cost(daemon->store, config, model);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
-      qkvi_account_headroom(daemon->residency, call, account, OPEN_RESERVATION, NULL) == QKV_OK &&
-      qkvi_budget_reserve(daemon->residency, call, OPEN_RESERVATION, 0, &headroom, NULL) == QKV_OK) {
+      qkvi_account_headroom(daemon->residency, call, account, cost, NULL) == QKV_OK &&
+      qkvi_budget_reserve(daemon->residency, call, cost, 0, &headroom, NULL) == QKV_OK) {
     refused = (qkv_error){0};
     config->headroom = &headroom;
     status = qkv_store_open(daemon->store, config, model, session, &refused);
@@ -113,7 +114,7 @@ static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account
     qkvi_budget_unreserve(daemon->residency, &headroom);
   }
   for (int i = 0; i < QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    if (!qkvi_evict(daemon, account, NULL, OPEN_RESERVATION)) break;
+    if (!qkvi_evict(daemon, account, NULL, cost)) break;
     refused = (qkv_error){0};
     status = qkv_store_open(daemon->store, config, model, session, &refused);
   }

@@ -210,6 +210,7 @@ static bool take_session(recovery *all, const qkv_journal_entry *entry) {
   qkv_status status = session_config(all, message, entry->session, &config, &error);
   if (status == QKV_OK) close_former(all, &config);
   if (status == QKV_OK) find_model(all, message, &config);
+  config.found = true;
   if (status == QKV_OK) status = qkv_store_open(all->residency->store, &config, message->model, &session, &error);
   if (status != QKV_OK) refuse(all, "session", message->session, &error);
   qkv__v1__session_info__free_unpacked(message, NULL);

@@ -1,11 +1,14 @@
 """What the whole process takes: memory-budget and a tenth, with calibrations in addition to the pages, too."""
 
+import contextlib
 import threading
 
+import grpc
+import numpy as np
 import pytest
 
 from daemon import SANITIZED, Daemon, wait_for
-from kv import FP16, Cache
+from kv import FP16, TIMEOUT, Cache, tensor
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
 
@@ -68,3 +71,31 @@ def test_a_calibration_waits_for_headroom(tmp_path):
         assert daemon.metric("qkvd_calibrations_total") == 0 and daemon.status().calibration_bytes < CALIBRATION
         lines = [line for line in daemon.log_lines() if line["message"].startswith("a calibration waits")]
         assert len(lines) == 1 and lines[0]["model"] == "model-s" and lines[0]["bytes"] > CALIBRATION
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers keep books of their own in memory")
+@pytest.mark.parametrize("codec", ["embedded", "ecsq"])
+def test_what_coders_take_counts(codec):
+    """A coder has tables for each head: of a model with very many one append would take gigabytes."""
+    budget = 256 << 20
+    with Daemon("--memory-budget", str(budget)) as daemon:
+        stub = daemon.stub()
+        many = dict(name="many", layers=1024, kv_heads=512, q_heads=512, key_dim=8, value_dim=8, dtype=FP16)
+        stub.RegisterModel(model_pb2.RegisterModelRequest(model=model_pb2.Model(**many)), timeout=TIMEOUT)
+        row = tensor(np.ones((1, 512, 8), np.float16))
+        opened = 0
+        with pytest.raises(grpc.RpcError) as refused:
+            for opened in range(16):
+                policy = model_pb2.CodecPolicy(codec=codec, bits_k=1 + opened % 8, bits_v=4)
+                stub.OpenSession(kv.OpenSessionRequest(session=f"s{opened}", model="many", policy=policy,
+                                                       purpose=1 + opened // 8), timeout=TIMEOUT)
+                stub.Append(iter([kv.AppendRequest(items=[kv.Item(session=f"s{opened}", k=row, v=row)])]),
+                            timeout=TIMEOUT)
+                assert daemon.rss_bytes() <= 1.1 * budget
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "memory-budget" in refused.value.details()
+        assert opened >= (2 if codec == "embedded" else 0) and daemon.rss_bytes() <= 1.1 * budget
+        for name in range(opened + 1):
+            with contextlib.suppress(grpc.RpcError):
+                stub.CloseSession(kv.CloseSessionRequest(session=f"s{name}"), timeout=TIMEOUT)
+        wait_for(lambda: daemon.status().calibration_bytes < budget / 16, "coders stay")

@@ -54,6 +54,32 @@ static void test_what_is_alike_is_shared(void **state) {
   qkv_coding_unref(&third);
 }
 
+// What is reserved for coders before they are made is enough, and not far above what they take.
+static void test_cost_of_every_codec(void **state) {
+  (void)state;
+  for (int turning = 0; turning < 2; turning++) {
+    qkv_model model = turning_model(turning ? 10000 : 0);
+    model.layers = 3;
+    model.kv_heads = model.q_heads = 40;
+    for (size_t i = 0; qkv_codec_at(i) != NULL; i++) {
+      const qkv_codec *codec = qkv_codec_at(i);
+      if (codec->needs_rope && !turning) continue;
+      qkv_policy policy = test_policy(4, 4, 8);
+      policy.codec = codec;
+      policy.bits_k = policy.bits_v = qkv_codec_bits_default(codec);
+      for (qkv_purpose purpose = QKV_PURPOSE_ATTEND; purpose <= QKV_PURPOSE_FETCH; purpose++) {
+        const uint64_t cost = qkv_coding_cost(&model, &policy, purpose, NULL), before = qkv_coding_bytes_held();
+        qkv_coding *coding = qkv_coding_get(&model, &policy, purpose, NULL);
+        const uint64_t made = qkv_coding_bytes_held() - before;
+        qkv_coding_unref(&coding);
+        if (made > cost || cost > made + made / 2 + 4096)
+          fail_msg("%s: %llu bytes, its cost is %llu", codec->name, (unsigned long long)made,
+                   (unsigned long long)cost);
+      }
+    }
+  }
+}
+
 typedef struct getter {
   const qkv_model *model;
   qkv_policy policy;
@@ -194,6 +220,7 @@ static void test_gqa_compensation(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_what_is_alike_is_shared),
+      cmocka_unit_test(test_cost_of_every_codec),
       cmocka_unit_test(test_threads_share_one),
       cmocka_unit_test(test_coders_are_as_the_policy_says),
       cmocka_unit_test(test_frames),

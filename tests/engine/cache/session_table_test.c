@@ -151,7 +151,49 @@ static void test_kinds(void **unused) {
   assert_int_equal(qkvi_session_kinds(), before);
 }
 
+static qkv_arena_stats read_arena(const scene *s) {
+  return qkv_arena_read(s->arena);
+}
+
+// Sessions of many heads: what their coders take is reserved once for those that are coded alike.
+static void test_coders_count(void **unused) {
+  (void)unused;
+  enum { HEADS = 512 };
+  scene s = {.arena = qkv_arena_create("memory-budget", (uint64_t)1 << 24)};
+  s.model = test_model(HEADS, 1, 16, 8, QKV_FP16);
+  s.model.layers = 2;
+  qkv_session_config config = {
+      .tenant = "x", .name = "a", .purpose = QKV_PURPOSE_ATTEND, .policy = test_policy(4, 4, 8)};
+  qkv_session *sessions[4] = {NULL};
+  const uint64_t cost = qkvi_session_coders_cost(&config, &s.model);
+  assert_true(cost > HEADS * 2 * 64);
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[0], NULL), QKV_OK);
+  assert_int_equal(read_arena(&s).bytes_reserved, cost);
+  config.policy.recent_window = 99;  // another kind, coded alike
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[1], NULL), QKV_OK);
+  assert_int_equal(read_arena(&s).bytes_reserved, cost);
+  config.policy.bits_k = 3;
+  qkv_arena_set_limit(s.arena, read_arena(&s).bytes_used + 2 * cost - 1);
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[2], NULL), QKV_RESOURCE_EXHAUSTED);
+  assert_int_equal(read_arena(&s).bytes_reserved, cost);
+  config.found = true;
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[3], NULL), QKV_OK);
+  assert_int_equal(read_arena(&s).bytes_reserved, cost);
+  qkv_session_unref(&sessions[3]);
+  qkv_arena_set_limit(s.arena, UINT64_MAX);
+  assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[2], NULL), QKV_OK);
+  assert_int_equal(read_arena(&s).bytes_reserved, 2 * cost);
+  qkv_session_unref(&sessions[0]);
+  assert_int_equal(read_arena(&s).bytes_reserved, 2 * cost);
+  qkv_session_unref(&sessions[1]);
+  assert_int_equal(read_arena(&s).bytes_reserved, cost);
+  qkv_session_unref(&sessions[2]);
+  assert_int_equal(read_arena(&s).bytes_reserved + read_arena(&s).bytes_used, 0);
+  qkv_arena_destroy(&s.arena);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_random), cmocka_unit_test(test_kinds)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_random), cmocka_unit_test(test_kinds),
+                                     cmocka_unit_test(test_coders_count)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
