@@ -635,6 +635,7 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_objects_destroy(&old->objects);
   qkvi_passed_destroy(&old->passed);
   qkvi_regions_destroy(&old->regions);
+  qkvi_kept_destroy(&old->kept);  // what it has counts for accounts of the store
   if (old->store != NULL) qkv_store_destroy(&old->store);
   qkvi_gpus_destroy(&old->gpus);
   qkvi_quotas_destroy(&old->quotas);
@@ -642,7 +643,6 @@ void qkv_daemon_destroy(qkv_daemon **daemon) {
   qkvi_watch_hub_destroy(&old->watch);
   qkvi_retierer_destroy(&old->retierer);
   qkvi_calibrations_destroy(&old->calibrations);
-  qkvi_kept_destroy(&old->kept);
   qkvi_observed_deinit(&old->observed);
   qkv_health_deinit(&old->health);
   (void)pthread_mutex_destroy(&old->evicting);

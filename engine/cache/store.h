@@ -159,7 +159,7 @@ typedef struct qkv_store_stats {
   qkv_arena_stats memory;
   qkv_heap_stats heap;
   uint64_t learning_bytes;     // of memory: moments and held-out traffic of calibrations
-  uint64_t calibration_bytes;  // outside it: calibrations, and what coders make of them, of the whole process
+  uint64_t calibration_bytes;  // calibrations, and what coders make of them, of the whole process
 } qkv_store_stats;
 qkv_store_stats qkv_store_read_stats(qkv_store *store);
 

@@ -8,19 +8,30 @@
 
 static _Atomic uint64_t held;
 
-void qkvi_calibration_count(const qkv_calibration *calibration, bool more) {
+uint64_t qkv_calibration_memory(const qkv_calibration *calibration) {
   const qkv_calibration_shape *shape = &calibration->shape;
   const size_t heads = (size_t)shape->layers * shape->kv_heads;
   const size_t parts = shape->rope.theta != 0 ? QKV_CALIBRATION_PARTS : QKV_CALIBRATION_PARTS - 1;
-  const uint64_t bytes = sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) +
-                         heads * (parts * sizeof(qkv_schedule) + QKVI_DERIVED_KINDS * sizeof *calibration->derived) +
-                         calibration->whole_bytes +
-                         atomic_load_explicit(&calibration->derived_bytes, memory_order_relaxed);
+  return sizeof *calibration + calibration->size + heads * sizeof(qkvi_head_view) +
+         heads * (parts * sizeof(qkv_schedule) + QKVI_DERIVED_KINDS * sizeof *calibration->derived) +
+         calibration->whole_bytes + atomic_load_explicit(&calibration->derived_bytes, memory_order_relaxed);
+}
+
+void qkvi_calibration_count(const qkv_calibration *calibration, bool more) {
+  const uint64_t bytes = qkv_calibration_memory(calibration);
   if (more) {
     (void)atomic_fetch_add_explicit(&held, bytes, memory_order_relaxed);
   } else {
     (void)atomic_fetch_sub_explicit(&held, bytes, memory_order_relaxed);
   }
+}
+
+void qkv_calibration_count_for(qkv_calibration *calibration, void (*released)(void *owner, uint64_t bytes),
+                               void *owner, uint64_t bytes) {
+  assert(calibration->released == NULL);
+  calibration->released = released;
+  calibration->owner = owner;
+  calibration->owned_bytes = bytes;
 }
 
 uint64_t qkv_calibration_bytes_held(void) {
@@ -49,6 +60,7 @@ void qkv_calibration_unref(const qkv_calibration **calibration) {
   free(left->schedules);
   free(left->whole);
   free(left->bytes);
+  if (left->released != NULL) left->released(left->owner, left->owned_bytes);
   free(left);
 }
 

@@ -106,6 +106,14 @@ typedef struct qkv_calibration qkv_calibration;
 // success one reference in *out, else NULL.
 qkv_status qkv_calibration_read(const void *bytes, size_t size, qkv_calibration **out, qkv_error *error);
 
+// Memory that it takes now.
+uint64_t qkv_calibration_memory(const qkv_calibration *calibration);
+// Somebody whom its memory is counted for: released(owner, bytes) is called once it has been freed, by the thread
+// that returns the last reference, whatever locks that one holds. Once at most, before any other thread has the
+// calibration.
+void qkv_calibration_count_for(qkv_calibration *calibration, void (*released)(void *owner, uint64_t bytes),
+                               void *owner, uint64_t bytes);
+
 // NULL for NULL.
 const qkv_calibration *qkv_calibration_ref(const qkv_calibration *calibration);
 // Clears *calibration; the last reference frees it.

@@ -85,6 +85,9 @@ struct qkv_calibration {
   // [layers][kv_heads][QKVI_DERIVED_KINDS], what codecs have made of a head's numbers; NULL: nothing so far
   _Atomic(void *) *derived;
   _Atomic uint64_t derived_bytes;
+  void (*released)(void *owner, uint64_t bytes);  // NULL: it is counted for nobody
+  void *owner;
+  uint64_t owned_bytes;
 };
 
 // The bands of bits that coordinates may share, for rows of this width.

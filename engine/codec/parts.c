@@ -1,7 +1,6 @@
 #include "engine/codec/parts.h"
 
 #include <assert.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <xxhash.h>

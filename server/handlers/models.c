@@ -12,6 +12,7 @@
 #include "server/handlers/control.h"
 #include "server/handlers/handlers.h"
 #include "server/handlers/jobs.h"
+#include "server/reserve.h"
 #include "server/residency/residency.h"
 
 // ---- RegisterModel ----
@@ -82,6 +83,36 @@ static qkv_status check_sharing(const qkv_rpc_call *call, const Qkv__V1__Model *
                   model->tenant);
 }
 
+static void stop_counting(void *owner, uint64_t bytes) {
+  qkv_account *account = owner;
+  qkv_arena_unreserve_elsewhere(qkv_account_arena(account), bytes);
+  qkv_account_unref(&account);
+}
+
+// A calibration that a client brings counts as its tenant's memory as long as anything has it. The one that the model
+// has already will not stay.
+static qkv_status count_calibration(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
+                                    qkv_calibration *calibration, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const qkv_model *known = NULL;
+  if (message->calibration.len == 0) return QKV_OK;
+  if (!message->calibration_kept &&
+      qkv_store_model(daemon->store, model->tenant, model->name, &known, NULL) == QKV_OK &&
+      is_known(known, calibration))
+    return QKV_OK;
+  const uint64_t bytes = qkv_calibration_memory(calibration);
+  qkv_account *account = qkv_accounts_join(qkv_store_accounts(daemon->store), model->tenant);
+  const qkv_status status = qkvi_reserve(call, account, bytes, error);
+  if (status == QKV_OK) {
+    qkv_arena_move_elsewhere(qkv_account_arena(account), bytes);
+    qkv_calibration_count_for(calibration, stop_counting, account, bytes);
+  } else {
+    qkv_account_unref(&account);
+    (void)qkv_error_prefix(error, "model.calibration: ");
+  }
+  return status;
+}
+
 // `tenant` is the call's.
 static qkv_status apply_calibration(qkv_daemon *daemon, const Qkv__V1__Model *message, const char *tenant,
                                     const qkv_model *model, const qkv_calibration *calibration, qkv_error *error) {
@@ -114,6 +145,7 @@ static qkv_status register_read(const qkv_rpc_call *call, const Qkv__V1__Model *
   qkv_status status = read_calibration(daemon, message, model, &calibration, error);
   if (status == QKV_OK) status = check_sharing(call, message, model, error);
   if (status == QKV_OK) status = check_replacing(call, message, model, calibration, error);
+  if (status == QKV_OK) status = count_calibration(call, message, model, (qkv_calibration *)calibration, error);
   if (status == QKV_OK) status = register_within_quota(call, model, registered, error);
   if (status == QKV_OK) status = apply_calibration(daemon, message, model->tenant, *registered, calibration, error);
   if (status == QKV_OK && message->shared)
@@ -176,8 +208,8 @@ static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
       qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
-  const bool journaled = request->model != NULL && request->model->shared;
-  qkvi_job_submit(call, journaled ? qkvi_session_waits(call) : QKVI_WAIT_LAYERS, register_job, call);
+  const bool waits = request->model != NULL && (request->model->shared || request->model->calibration.len > 0);
+  qkvi_job_submit(call, waits ? qkvi_session_waits(call) : QKVI_WAIT_LAYERS, register_job, call);
 }
 
 // ---- GetModel and ListModels ----

@@ -7,13 +7,12 @@
 #include "engine/base/clock.h"
 #include "qkv/v1/objects.pb-c.h"
 #include "server/auth/identity.h"
-#include "server/evict.h"
 #include "server/handlers/contract.h"
 #include "server/handlers/control.h"
 #include "server/handlers/handlers.h"
 #include "server/handlers/jobs.h"
 #include "server/objects/pieces.h"
-#include "server/residency/accounts.h"
+#include "server/reserve.h"
 
 enum { TURN_MS = 50 };  // a job takes pieces of a message for so long
 
@@ -37,36 +36,9 @@ typedef struct put_stream {
 
 // ---- Memory ----
 
-// The same once memory of others, or of the tenant's own sessions, was evicted for it.
-static qkv_status reserve_waiting(const put_stream *stream, qkv_account *account, uint64_t cost, qkv_error *error) {
-  qkvi_residency *residency = stream->daemon->residency;
-  uint64_t reservation = 0;
-  QKV_TRY(qkvi_account_headroom(residency, stream->call, account, cost, error));
-  QKV_TRY(qkvi_budget_reserve(residency, stream->call, cost, 0, &reservation, error));
-  const qkv_status status = qkv_arena_reserve_in(qkv_account_arena(account), &reservation, cost, error);
-  qkvi_budget_unreserve(residency, &reservation);
-  return status;
-}
-
-// Reserves bytes of memory-budget for the tenant. Objects and sessions are evicted from memory for it, or closed.
-static qkv_status reserve(const put_stream *stream, qkv_account *account, uint64_t cost, qkv_error *error) {
-  qkv_daemon *daemon = stream->daemon;
-  qkv_arena *arena = qkv_account_arena(account);
-  qkv_error refused = {0};
-  qkv_status status = qkv_arena_reserve(arena, cost, &refused);
-  for (int i = 0; i <= QKVI_EVICT_TRIES && status == QKV_RESOURCE_EXHAUSTED; i++) {
-    if (i > 0 && !qkvi_evict(daemon, account, NULL, cost)) break;
-    refused = (qkv_error){0};
-    status = daemon->residency == NULL ? qkv_arena_reserve(arena, cost, &refused)
-                                       : reserve_waiting(stream, account, cost, &refused);
-  }
-  if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);
-  return status == QKV_OK ? QKV_OK : qkv_fail(error, status, "%s", refused.text);
-}
-
 static qkv_status take_block(const put_stream *stream, uint64_t bytes, uint8_t **block, qkv_error *error) {
   qkv_arena *arena = qkvi_object_arena(stream->at.object);
-  QKV_TRY(reserve(stream, qkv_account_of(arena), qkv_arena_cost(bytes), error));
+  QKV_TRY(qkvi_reserve(stream->call, qkv_account_of(arena), qkv_arena_cost(bytes), error));
   *block = qkv_arena_alloc(arena, bytes);
   return QKV_OK;
 }
@@ -127,7 +99,7 @@ static qkv_status begin_object(put_stream *stream, const Qkv__V1__ObjectInfo *be
   if (daemon->options->limit_objects == 0)
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "limit-objects is 0: this daemon keeps none");
   qkv_account *account = qkv_accounts_join(qkv_store_accounts(daemon->store), config.tenant);
-  const qkv_status status = reserve(stream, account, qkvi_object_fixed_cost(config.bytes), error);
+  const qkv_status status = qkvi_reserve(stream->call, account, qkvi_object_fixed_cost(config.bytes), error);
   qkvi_object *object = status == QKV_OK ? qkvi_object_create(daemon->objects, account, &config) : NULL;
   qkv_account_unref(&account);
   QKV_TRY(status);

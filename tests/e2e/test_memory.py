@@ -11,6 +11,7 @@ from daemon import SANITIZED, Daemon, wait_for
 from kv import FP16, TIMEOUT, Cache, tensor
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
+from test_cli import json_lines
 
 LAYERS, HEADS, WIDTH, CHUNK = 8, 8, 128, 512
 CALIBRATION = 25 << 20  # at least, of such a model
@@ -99,3 +100,40 @@ def test_what_coders_take_counts(codec):
             with contextlib.suppress(grpc.RpcError):
                 stub.CloseSession(kv.CloseSessionRequest(session=f"s{name}"), timeout=TIMEOUT)
         wait_for(lambda: daemon.status().calibration_bytes < budget / 16, "coders stay")
+
+
+def make_calibration(folder, model):
+    with Daemon() as daemon:
+        cache = Cache(daemon.stub(), "c", **model)
+        for layer in range(model["layers"]):
+            cache.append(0, *cache.rows(256), layer=layer)
+        dump, file = folder / "rows.safetensors", folder / "c.qkvc"
+        json_lines("qkvctl", "fetch", "c", "--output", str(dump), "--target", daemon.target)
+        json_lines("qkvctl", "calibrate", cache.model.name, "--from", str(dump), "--output", str(file), "--target",
+                   daemon.target)
+    return file.read_bytes()
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers keep books of their own in memory")
+def test_calibrations_that_clients_bring_count(tmp_path):
+    budget, most = 128 << 20, 32
+    shape = dict(layers=4, kv_heads=16, q_heads=16, key_dim=64, value_dim=64)
+    calibration = make_calibration(tmp_path, shape)
+
+    def register(name, **fields):
+        model = model_pb2.Model(name=name, dtype=FP16, calibration_trusted=True, **shape, **fields)
+        return stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), timeout=TIMEOUT)
+
+    with Daemon("--memory-budget", str(budget)) as daemon:
+        stub, number = daemon.stub(), 0
+        with pytest.raises(grpc.RpcError) as refused:
+            for number in range(most):
+                register(f"m{number}", calibration=calibration)
+                assert daemon.rss_bytes() <= 1.1 * budget
+        assert number > 4 and refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.details().startswith("model.calibration: memory-budget is ")
+        assert register("m0", calibration=calibration).calibration.version != 0
+        with pytest.raises(grpc.RpcError) as unknown:
+            stub.GetModel(model_pb2.GetModelRequest(name=f"m{number}"), timeout=TIMEOUT)
+        assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+        assert register(f"m{number}").calibration.version == 0
