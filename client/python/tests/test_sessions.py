@@ -1,6 +1,8 @@
 """Sessions against a real daemon: rows in, attention and rows out, and the calls around them."""
 
+import copy
 import dataclasses
+import pickle
 import typing
 
 import ml_dtypes
@@ -202,6 +204,38 @@ def test_merge(session, rows, queries):
     assert np.array_equal(qkvd.merge(*nothing, *nothing)[0], nothing[0])
 
 
+def test_merge_of_bf16(session, rows, queries):
+    """Which is bits, and not numbers, in numpy."""
+    k, v = rows(60)
+    q = queries(4)
+    session.append(0, k, v)
+    parts = []
+    for dtype in "fp32", "bf16":
+        sides = [
+            session.attend(0, q, 56, options=qkvd.AttendOptions(begin=b, end=e), dtype=dtype)
+            for b, e in ((0, 30), (30, 60))
+        ]
+        parts.append(qkvd.merge(*sides[0], *sides[1])[0])
+    np.testing.assert_allclose(parts[1], parts[0], rtol=0.02, atol=0.02)
+
+
+def test_bytes_are_ids(client, model, name, rows):
+    """Of models whose tokens are bytes."""
+    k, v = rows(64)
+    text = bytes(range(64))
+    with client.open(name, model=model.name, tokens=text) as session:
+        for layer in range(LAYERS):
+            session.append(layer, k, v)
+        assert client.match(model.name, text).tokens == client.match(model.name, list(text)).tokens == 64
+
+
+@pytest.mark.parametrize("of", [lambda s: s, lambda s: s._client, lambda s: qkvd.AsyncClient(s._client.target)])
+def test_what_has_a_connection_is_not_pickled(session, of):
+    for way in pickle.dumps, copy.deepcopy:
+        with pytest.raises(TypeError, match="make a client of its own in the other process"):
+            way(of(session))
+
+
 def test_batches(client, model, name, rows, queries):
     sessions = [client.open(f"{name}-{i}", model=model.name) for i in range(3)]
     k, v = rows(10)
@@ -373,6 +407,37 @@ def test_fork(client, session, rows):
             session.fork("beyond", 201)
 
 
+@pytest.mark.parametrize("way", ["fork", "fork all", "truncate", "truncate layers"])
+def test_ids_of_a_sequence_that_goes_another_way(client, model, name, rows, way):
+    """The ids that the session was opened with are not those of its new rows."""
+    ids, layers = list(range(1000, 1256)), range(LAYERS)
+    k, v = rows(256)
+
+    def append(session, begin, end, **fields):
+        for layer in layers:
+            session.append(layer, k[begin:end] + begin, v[begin:end], **fields)
+
+    with client.open(name, model=model.name, tokens=ids) as session:
+        append(session, 0, 192)
+        assert client.match(model.name, ids).tokens == 192
+        if way == "truncate":
+            session.truncate(64)
+        elif way == "truncate layers":
+            session.truncate(64, layers=list(layers))
+        else:
+            session = session.fork(f"{name}-fork", 64 if way == "fork" else 0)
+            client.close_session(name)
+        begin = session.lengths[0]
+        append(session, begin, 256)
+        assert client.match(model.name, ids).tokens == begin == (192 if way == "fork all" else 64)
+        session.truncate(begin)
+        append(session, begin, 256, tokens=np.array(ids[begin:]))  # where they are, one says so
+        assert client.match(model.name, ids).tokens == 256
+        if way.startswith("fork"):
+            client.open(name, model=model.name)  # for the end
+            session.close()
+
+
 def test_what_is_not_served(client):
     """Refused by the daemon in a sentence."""
     from qkvd.v1.shared_memory_pb2 import CudaSharedMemoryStatusRequest, CudaSharedMemoryStatusResponse
@@ -419,6 +484,18 @@ def test_arguments(client, session, rows):
         (lambda: client.open("x", model="m", purpose="p"), "purpose is 'p'"),
         (lambda: qkvd.Client("http://x"), "target is 'http://x'"),
         (lambda: session.append(0, k[:, :1], v), "the model .* has 2 kv_heads"),
+        (lambda: session.append(0, k, v, tokens=[-1, 2, 3]), "token ids are whole numbers from 0 to 4294967295"),
+        (lambda: session.append(0, k, v, tokens=[1, 2, 2**32]), "token ids are whole numbers"),
+        (lambda: session.append(0, k, v, tokens=[1, 2, 2.5]), "token ids are whole numbers"),
+        (lambda: client.open("x", model="m", prefix=[-1]), "token ids are whole numbers"),
+        (lambda: session.append(0, k, v, position=2**64), "position is 18446744073709551616, at most"),
+        (lambda: session.append(0, k, v, position=1.5), "position is 1.5, it is a whole number"),
+        (lambda: session.append("0", k, v), "layer is '0', it is a whole number"),
+        (lambda: session.truncate(0.5), "position is 0.5"),
+        (lambda: session.truncate(0, layers=[2**32]), "layers is 4294967296, at most"),
+        (lambda: session.fetch(0, begin=0.5), "begin is 0.5"),
+        (lambda: client.attend([qkvd.Item(session="x", q=k)], out=[]), "out has 0 entries, there are 1 items"),
+        (lambda: client.decode().attend([qkvd.Item(session="x", q=k)], out=[k, k]), "out has 2 entries"),
     ):
         with pytest.raises(qkvd.InvalidArgument, match=text):
             call()

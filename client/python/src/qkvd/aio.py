@@ -356,6 +356,7 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> list[Result]:
         """As `Client.attend`."""
+        items.check_outs(batch, out)
         if self._daemons and batch:
             return await several_async.attend(self, batch, dtype, out, timeout)
         message = items.attend_message(batch, dtype)
@@ -597,6 +598,7 @@ class AsyncDecodeStream:
         timeout: float | None = None,
     ) -> list[Result]:
         """As `DecodeStream.attend`. A task that is cancelled while it waits ends the stream."""
+        items.check_outs(batch, out)
         if self._streams is not None:
             async with self._lock:
                 if self._failure is not None:

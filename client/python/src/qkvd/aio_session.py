@@ -112,12 +112,15 @@ class AsyncSession(SessionState):
     async def truncate(self, position: int, *, layers: Sequence[int] | None = None, timeout: float | None = None) -> None:
         """As `Session.truncate`."""
         self._lengths = list((await self._client._call(calls.truncate(self.name, position, layers), timeout)).lengths)
+        self._forget_ids(position)
 
     async def fork(self, name: str, position: int = 0, *, timeout: float | None = None) -> AsyncSession:
         """As `Session.fork`."""
         await self._client._check_fork(self.name, name)
         answer = await self._client._call(calls.fork(self.name, name, position), timeout)
-        return AsyncSession(self._client, answer.info, self.tokens)
+        forked = AsyncSession(self._client, answer.info, self.tokens)
+        forked._forget_ids(max(answer.info.lengths))
+        return forked
 
     async def info(self, *, timeout: float | None = None) -> kv_cache_pb2.SessionInfo:
         """As `Session.info`."""

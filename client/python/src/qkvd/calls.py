@@ -187,7 +187,7 @@ def open_request(
         tier_bits=tier_bits,
         keep_full=keep_full,  # type: ignore[arg-type]
         salt=salt,
-        prefix_token_ids=None if prefix is None else [int(token) for token in prefix],
+        prefix_token_ids=None if prefix is None else wire.checked_ids(prefix),
         retention=RETENTIONS[retention],
     )
 
@@ -395,14 +395,14 @@ def fetch_request(
         layout=first,
         part=parts[part],
         rope=ROPE_FORMS[rope],
-        chunk_tokens=not_negative(chunk_tokens, "chunk_tokens"),
+        chunk_tokens=not_negative(chunk_tokens, "chunk_tokens", 32),
     )
     return request.SerializeToString()
 
 
 def stats_request(name: str, layers: Sequence[int] | None, buckets: int) -> bytes:
     request = kv_cache_pb2.GetAttentionStatsRequest(
-        session=name, layers=layers_of(layers), buckets=not_negative(buckets, "buckets")
+        session=name, layers=layers_of(layers), buckets=not_negative(buckets, "buckets", 32)
     )
     return request.SerializeToString()
 
@@ -413,7 +413,7 @@ def layers_of(layers: Sequence[int] | None) -> list[int]:
         return []
     if len(layers) == 0:
         raise InvalidArgument("layers is empty; None means all of them")
-    return [not_negative(layer, "layers") for layer in layers]
+    return [not_negative(layer, "layers", 32) for layer in layers]
 
 
 def range_of(begin: int, end: int) -> tensor_pb2.TokenRange:

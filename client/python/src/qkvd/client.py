@@ -452,6 +452,7 @@ class Client:
         by one (`Result.error`); where all of them failed the call raises the first one's error. Two items that append to
         the same layer of a session belong into two calls.
         """
+        items.check_outs(batch, out)
         if self._daemons and batch:
             return several_sync.attend(self, batch, dtype, out, timeout)
         message = items.attend_message(batch, dtype)

@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -139,6 +140,12 @@ class Connection:
         if self.tls and local:
             raise InvalidArgument(f"tls is given, target {local} has none: it is for HOST:PORT")
         self.credentials = self.tls.credentials() if self.tls else None
+
+    def __getstate__(self) -> Any:
+        """Refused."""
+        raise TypeError(
+            "what has a connection to qkvd cannot be pickled or copied: make a client of its own in the other process"
+        )
 
     @property
     def token(self) -> str | None:

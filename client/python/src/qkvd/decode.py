@@ -82,6 +82,7 @@ class DecodeStream:
         timeout: float | None = None,
     ) -> list[Result]:
         """One request and its answer, as `Client.attend`; where all items failed, their results say so."""
+        items.check_outs(batch, out)
         message = items.attend_message(batch, dtype)
         seconds = checked_timeout(self._timeout if timeout is None else timeout)
         if self._opened.process != os.getpid():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,22 +85,34 @@ class Packed:
             raise InvalidArgument(f'rope is {item.rope!r}, allowed are "after" and "before"')
         small = kv_cache_pb2.Item(
             session=item.session,
-            layer=not_negative(item.layer, "layer"),
+            layer=not_negative(item.layer, "layer", 32),
             position=not_negative(item.position, "position"),
             k_rope=form if self.k else tensor_pb2.ROPE_FORM_UNSPECIFIED,
             q_rope=form if self.q else tensor_pb2.ROPE_FORM_UNSPECIFIED,
             options=item.options.message() if item.options else None,
-            token_ids=() if item.tokens is None else [int(token) for token in item.tokens],
+            token_ids=() if item.tokens is None else wire.checked_ids(item.tokens),
         )
         tensors = ((8, "k", self.k), (9, "v", self.v), (10, "q", self.q))
         return wire.item(small, [(field, name, tensor) for field, name, tensor in tensors if tensor is not None])
 
 
-def not_negative(number: int, what: str) -> int:
-    """The number as it is, or InvalidArgument."""
-    if number < 0:
-        raise InvalidArgument(f"{what} is {number}, it begins at 0")
-    return number
+def not_negative(number: int, what: str, width: int = 64) -> int:
+    """A whole number of so many bits at most, or InvalidArgument."""
+    try:
+        whole = operator.index(number)
+    except TypeError:
+        raise InvalidArgument(f"{what} is {number!r}, it is a whole number") from None
+    if whole < 0:
+        raise InvalidArgument(f"{what} is {whole}, it begins at 0")
+    if whole >> width:
+        raise InvalidArgument(f"{what} is {whole}, at most 2^{width} - 1 are possible")
+    return whole
+
+
+def check_outs(batch: Sequence[Item], outs: Sequence[Any] | None) -> None:
+    """Before a call that gives a result for each item: after it the items have been applied."""
+    if outs is not None and len(outs) != len(batch):
+        raise InvalidArgument(f"out has {len(outs)} entries, there are {len(batch)} items")
 
 
 def pack(item: Item) -> Packed:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from qkvd import wire
 from qkvd.arrays import NUMPY_OF, Array, WireTensor, as_numpy
 from qkvd.connection import Connection, Tls
 from qkvd.errors import DeadlineExceeded, Error, InvalidArgument, Unimplemented, of_number
@@ -172,7 +173,8 @@ class Native:
             raise InvalidArgument(f'rope is {item.rope!r}, allowed are "after" and "before"')
         ids = None
         if item.tokens is not None:
-            ids = np.ascontiguousarray(item.tokens, np.uint32)
+            given = isinstance(item.tokens, np.ndarray) and item.tokens.dtype == np.uint32
+            ids = np.ascontiguousarray(item.tokens if given else wire.checked_ids(item.tokens), np.uint32)
             if len(ids) != packed.k.dims[0]:
                 raise InvalidArgument(f"tokens has {len(ids)} ids, k has {packed.k.dims[0]} tokens")
         return library.Rows(

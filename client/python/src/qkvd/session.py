@@ -14,7 +14,7 @@ from qkvd import calls, native
 from qkvd.arrays import Array, dtype_number
 from qkvd.errors import InvalidArgument, Unavailable
 from qkvd.fetched import Gathered
-from qkvd.items import ROPE_FORMS, Item, Result, RopeForm, cut, pack
+from qkvd.items import ROPE_FORMS, Item, Result, RopeForm, cut, not_negative, pack
 from qkvd.locks import Lock
 from qkvd.model import AttendOptions
 from qkvd.v1 import kv_cache_pb2
@@ -45,8 +45,13 @@ class SessionState:
         """The next position of each layer, as this object knows it: from its own calls, and from `info`."""
         return tuple(self._lengths)
 
+    def _forget_ids(self, position: int) -> None:
+        """Which tokens stand from here on is not known any more."""
+        if self.tokens is not None:
+            self.tokens = self.tokens[: max(position - self.first_position, 0)]
+
     def _length(self, layer: int) -> int:
-        if not 0 <= layer < len(self._lengths):
+        if not_negative(layer, "layer") >= len(self._lengths):
             raise InvalidArgument(f"layer is {layer}, {self.model} has {len(self._lengths)} layers")
         return self._lengths[layer]
 
@@ -270,18 +275,26 @@ class Session(SessionState):
         return None if tokens is None else (to[0][:tokens], to[1][:tokens])
 
     def truncate(self, position: int, *, layers: Sequence[int] | None = None, timeout: float | None = None) -> None:
-        """Drops positions from `position` on, in all layers unless told otherwise; beyond the length changes nothing."""
+        """Drops positions from `position` on, in all layers unless told otherwise; beyond the length changes nothing.
+
+        What comes there next may be other tokens than before: their ids are sent where `append` is given them, or `tokens`
+        of this object is set anew.
+        """
         self._lengths = list(self._client._call(calls.truncate(self.name, position, layers), timeout).lengths)
+        self._forget_ids(position)
 
     def fork(self, name: str, position: int = 0, *, timeout: float | None = None) -> Session:
-        """A new session that has this one's rows up to `position` (0: all), held once until the two differ.
+        """A new session that has this one's rows up to `position` (0: all), held once until the two differ. It has the ids
+        of these tokens; those of others are sent where `append` is given them, or `tokens` of the new object is set.
 
         FailedPrecondition: a layer ends before `position`; of several daemons, another one owns `name` (a client with a
         `placement` has them all at one). AlreadyExists: the name is taken.
         """
         self._client._check_fork(self.name, name)
         info = self._client._call(calls.fork(self.name, name, position), timeout).info
-        return Session(self._client, info, self.tokens)
+        forked = Session(self._client, info, self.tokens)
+        forked._forget_ids(max(info.lengths))
+        return forked
 
     def info(self, *, timeout: float | None = None) -> kv_cache_pb2.SessionInfo:
         """What the session is and holds now; `lengths` follow it. NotFound: it has been closed."""

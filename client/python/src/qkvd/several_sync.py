@@ -17,7 +17,7 @@ import grpc
 from qkvd import calls, errors, waits
 from qkvd.calls import Call, Match
 from qkvd.decode import DecodeStream
-from qkvd.items import Item, Result
+from qkvd.items import Item, Result, check_outs
 from qkvd.locks import Lock, calls_under_way
 from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged, pauses
 from qkvd.v1 import model_pb2, objects_pb2
@@ -331,6 +331,7 @@ class DecodeStreams(DecodeStream):
         timeout: float | None = None,
     ) -> list[Result]:
         """As `DecodeStream.attend`; where all daemons have failed, the first one's error is raised."""
+        check_outs(batch, out)
         seconds = calls.checked_timeout(self._timeout if timeout is None else timeout)
         if self._opened.process != os.getpid():
             raise errors.FailedPrecondition("the decode stream was opened before fork(): open one in the child")

@@ -81,14 +81,20 @@ def message(parts: Iterable[Part]) -> bytes:
     return b"".join(parts)  # type: ignore[arg-type]  # an array is a buffer
 
 
+def checked_ids(ids: Sequence[int] | Array) -> array[int]:
+    """Token ids as uint32, or InvalidArgument."""
+    try:
+        # Of bytes an array would take four as one number.
+        return array("I", list(ids) if isinstance(ids, bytes | bytearray | memoryview) else ids)
+    except (OverflowError, TypeError) as error:
+        raise errors.InvalidArgument(f"token ids are whole numbers from 0 to {2**32 - 1}: {error}") from error
+
+
 def token_ids(field: int, ids: Sequence[int] | Array, before: bytes = b"") -> bytes:
     """A field of packed uint32 behind `before`. Prompts are long: ids are packed many at once, in what the cache holds."""
     parts: list[Any] = [before, b""]
-    try:
-        for at in range(0, len(ids), _IDS_AT_ONCE):
-            parts.append(_packed(ids[at : at + _IDS_AT_ONCE]))
-    except (OverflowError, TypeError) as error:
-        raise errors.InvalidArgument(f"token ids are whole numbers from 0 to {2**32 - 1}: {error}") from error
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        parts.append(_packed(ids[at : at + _IDS_AT_ONCE]))
     if len(parts) > 2:
         parts[1] = opening(field, sum(memoryview(part).nbytes for part in parts[2:]))
     return b"".join(parts)
@@ -97,7 +103,7 @@ def token_ids(field: int, ids: Sequence[int] | Array, before: bytes = b"") -> by
 def _packed(ids: Sequence[int] | Array) -> Part:
     """As varints: ids below 2^28 have seven bits in each of four bytes, of which three say that more follows."""
     given = isinstance(ids, np.ndarray) and ids.dtype == np.uint32
-    values: Array = np.asarray(ids) if given else np.frombuffer(array("I", ids), np.uint32)
+    values: Array = np.asarray(ids) if given else np.frombuffer(checked_ids(ids), np.uint32)
     if values.max() >= 1 << 28:
         return b"".join(varint(int(value)) for value in values)
     # The upper 14 of 28 bits move up by two; then in each half the upper seven of 14 by one.
