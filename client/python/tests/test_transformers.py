@@ -549,6 +549,22 @@ def test_a_chunked_mask_is_refused(client):
         qkvd.transformers._check_mask(causal_mask_function, 1, 0, 10, 4)
 
 
+@pytest.mark.parametrize("at_once", [1, 25, 1 << 24])
+def test_a_mask_that_differs_at_one_query_is_refused(monkeypatch, at_once):
+    """Tokens of an image see all of it, and may stand anywhere in a prompt."""
+    monkeypatch.setattr("qkvd.transformers.MASK_ELEMENTS", at_once)
+
+    def causal(batch, head, query, key):
+        return key <= query
+
+    qkvd.transformers._check_mask(causal, 2, 3, 10, 0)
+    for place in range(3, 12):
+        with pytest.raises(qkvd.Unimplemented, match="not the causal one"):
+            qkvd.transformers._check_mask(
+                lambda b, h, q, k, p=place: causal(b, h, q, k) | ((b == 1) & (q == p) & (k == p + 1)), 2, 3, 10, 0
+            )
+
+
 def test_rope_of_configs():
     rope = qkvd.configs.rope_of
     config = transformers.AutoConfig.for_model
