@@ -315,23 +315,3 @@ void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count) {
   qkvi_attend_sample(pool, requests, count);
   qkv_yield_urgent_end(threads);
 }
-
-uint64_t qkv_attend_cost(const qkv_attend *request) {
-  const qkv_layer *layer = request->layer;
-  const qkv_model *model = layer->config.model;
-  uint64_t queries = (uint64_t)request->q.dims[0], begin, end, unused;
-  qkvi_attend_visible(request, 0, &begin, &unused);
-  qkvi_attend_visible(request, queries - 1, &unused, &end);
-  if (begin >= end) return 0;
-  uint64_t bytes = 0;
-  for (size_t i = qkv_layer_page_at(layer, begin); i < layer->page_count; i++) {
-    if (qkvi_layer_span(layer, i).begin >= end) break;
-    bytes += qkvi_layer_image(layer, i) != NULL ? qkv_layer_page(layer, i)->bytes : qkvi_layer_peek(layer, i).bytes;
-  }
-  if (end > layer->sealed) {
-    uint64_t exact = end - (begin > layer->sealed ? begin : layer->sealed);
-    bytes += exact * model->kv_heads * (model->key_dim + model->value_dim) * qkv_dtype_size(model->dtype);
-  }
-  uint64_t rows = queries * (model->q_heads / model->kv_heads);
-  return bytes * ((rows + QKV_QUERY_BLOCK - 1) / QKV_QUERY_BLOCK);
-}

@@ -36,8 +36,10 @@ typedef struct qkv_attend {
   uint64_t position;  // of query 0
   qkv_tensor q;       // [queries, q_heads, key_dim], checked with qkv_attend_check
   bool q_before_rope;
-  bool shown;      // qkv_attend_show has observed its queries
-  bool host_only;  // no device is asked (device.h), for which a thread would wait
+  bool shown;        // qkv_attend_show has observed its queries
+  bool host_only;    // no device is asked (device.h), for which a thread would wait
+  uint64_t earlier;  // queries of the turns before (qkv_attend_slice), which are counted with the last turn's
+  bool continues;    // it is not the last turn
   qkv_attend_options options;
   float *out;  // [queries][q_heads][value_dim], dense
   float *lse;  // [queries][q_heads]
@@ -62,7 +64,16 @@ void qkv_attend_span(const qkv_attend *request, uint64_t *begin, uint64_t *end);
 // Runs `count` checked requests. `pool` may be NULL: all on the caller.
 void qkv_attend_run(qkv_pool *pool, const qkv_attend *requests, size_t count);
 
-// Coded and exact bytes that the request reads: they decide which device it runs on.
+// Coded and exact bytes that the request reads: they decide which device it runs on, and how long it takes.
 uint64_t qkv_attend_cost(const qkv_attend *request);
+
+// Turns: a batch of many queries takes minutes, and its layers should not be locked for so long. Of `count` > 0
+// requests, how many are worth about `cost` bytes, the first one at least; of the last of them *queries alone, a
+// block of rows at least. Ranges that a request shares with the one before count once where one pass serves both.
+size_t qkv_attend_take(const qkv_attend *requests, size_t count, uint64_t cost, uint64_t *queries);
+// A turn of the request: queries [first, first + count) alone, with their place in out and lse. And the request
+// without positions from `end` on, for later turns to see what the first one saw.
+qkv_attend qkv_attend_slice(const qkv_attend *request, uint64_t first, uint64_t count);
+void qkv_attend_end_at(qkv_attend *request, uint64_t end);
 
 #endif

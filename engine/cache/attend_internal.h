@@ -1,7 +1,7 @@
 // What the files of attention share: attend_batch.c makes tasks of a batch of requests, attend_device.c has ranges
 // computed by a device, attend_share.c finds the ranges that several requests have, attend.c runs requests over
 // pages, attend_fold.c masks a tile's scores and does the running softmax, attend_tail.c takes the exact tail,
-// attend_check.c refuses what is out of limits, attend_sample.c counts attention.
+// attend_check.c refuses what is out of limits, attend_turn.c cuts long requests, attend_sample.c counts attention.
 #ifndef QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 #define QKV_ENGINE_CACHE_ATTEND_INTERNAL_H
 

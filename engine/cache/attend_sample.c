@@ -130,10 +130,11 @@ static bool is_whole(const qkv_attend *request) {
 // Counts a request. Whether it is due; then fills `due`.
 static bool count_request(const qkv_attend *request, sample *due) {
   const qkv_layer *layer = request->layer;
-  if (layer->clock == NULL || layer->page_count == 0 || !is_whole(request)) return false;
-  const uint64_t blocks = (qkvi_attend_rows(request) + QKV_QUERY_BLOCK - 1) / QKV_QUERY_BLOCK;
+  if (layer->clock == NULL || layer->page_count == 0 || request->continues || !is_whole(request)) return false;
+  const uint64_t own = (uint64_t)request->q.dims[0], queries = own + request->earlier;
+  const uint64_t blocks = (qkvi_attend_rows(request) / own * queries + QKV_QUERY_BLOCK - 1) / QKV_QUERY_BLOCK;
   due->request = request;
-  if (!qkv_ema_clock_count(layer->clock, (uint64_t)request->q.dims[0], blocks, &due->step)) return false;
+  if (!qkv_ema_clock_count(layer->clock, queries, blocks, &due->step)) return false;
   // What has been stopped may have no LSE.
   return request->stopped == NULL || !request->stopped(request->stopped_context);
 }

@@ -347,6 +347,7 @@ void qkv_layer_truncate_untold(qkv_layer *layer, uint64_t position) {
   if (position >= layer->length) return;
   position = possible_position(layer, position);
   if (layer->forked_to > position) layer->forked_to = position;
+  layer->cuts++;
   cut(layer, position);
 }
 

@@ -127,6 +127,7 @@ typedef struct qkv_layer {
   // Records of exact rows in ascending order; the first `rows_settled` of them are durable.
   qkv_saved_rows *saved_rows;
   size_t saved_rows_count, saved_rows_capacity, rows_settled;
+  uint32_t cuts;              // truncations that have dropped rows
   bool pinned;                // its ranges are pinned; false only for a session's layer that no thread has locked
   uint64_t *append_headroom;  // a reservation (arena.h) of the thread that appends; NULL: none
   const qkv_layer_access *access;   // of the thread that changes the rows; NULL: it has the layer to itself
@@ -155,6 +156,8 @@ qkv_status qkv_layer_append_check(const qkv_layer *layer, uint64_t position, con
 // no memory, as rows of usual sizes are larger than their codes; where they are not, RESOURCE_EXHAUSTED (the
 // arena's), and what was sealed until then stays so. Rows of an exact codec stay as they are.
 qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error);
+// The same for the first pages of them, at most so many.
+qkv_status qkv_layer_seal_pages(qkv_layer *layer, size_t pages, qkv_error *error);
 
 // `layer` is a new one of the same model, policy, purpose and first position (asserted); it gets all that `parent`
 // has below `position`, shared. Pages that end behind it keep fewer valid tokens. Takes no memory of the arena. With

@@ -249,7 +249,9 @@ static qkv_status replace_block(qkv_layer *layer, const qkvi_seal_scratch *scrat
   return QKV_OK;
 }
 
-static qkv_status seal_block(qkv_layer *layer, qkvi_seal_scratch *scratch, size_t tokens, qkv_error *error) {
+// `last`: no other one follows at once.
+static qkv_status seal_block(qkv_layer *layer, qkvi_seal_scratch *scratch, size_t tokens, bool last,
+                             qkv_error *error) {
   const bool shared = layer->tail[0].share != NULL;  // or was: there may be a page
   qkv_page_entry entry = new_entry(layer, layer->sealed, tokens);
   qkv_status status = QKV_OK;
@@ -259,18 +261,23 @@ static qkv_status seal_block(qkv_layer *layer, qkvi_seal_scratch *scratch, size_
     encode_tail(layer, scratch, &entry);
   qkvi_layer_enter(layer);
   if (status == QKV_OK) status = replace_block(layer, scratch, shared, &entry, error);
-  qkvi_layer_leave(layer, status != QKV_OK || layer->sealed == layer->length);
+  qkvi_layer_leave(layer, status != QKV_OK || last);
   return status;
 }
 
 qkv_status qkv_layer_seal(qkv_layer *layer, qkv_error *error) {
+  return qkv_layer_seal_pages(layer, SIZE_MAX, error);
+}
+
+qkv_status qkv_layer_seal_pages(qkv_layer *layer, size_t pages, qkv_error *error) {
   qkv_status status = QKV_OK;
   if (layer->sealed == layer->length || qkv_codec_is_exact(layer->coder->codec)) return QKV_OK;
   qkvi_seal_scratch scratch;
   qkvi_seal_begin(layer, &scratch);
-  while (layer->sealed < layer->length && status == QKV_OK) {
+  for (; layer->sealed < layer->length && pages > 0 && status == QKV_OK; pages--) {
     const uint64_t left = layer->length - layer->sealed;
-    status = seal_block(layer, &scratch, left < QKV_PAGE_TOKENS ? (size_t)left : QKV_PAGE_TOKENS, error);
+    const size_t tokens = left < QKV_PAGE_TOKENS ? (size_t)left : QKV_PAGE_TOKENS;
+    status = seal_block(layer, &scratch, tokens, tokens == left || pages == 1, error);
   }
   qkvi_seal_end(&scratch);
   return status;

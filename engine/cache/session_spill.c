@@ -30,15 +30,38 @@ void qkv_session_detach(qkv_session *session) {
   }
 }
 
-qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
-  qkv_status status = QKV_OK;
-  if (!qkvi_session_has_layers(session)) return QKV_OK;
-  for (uint32_t i = 0; i < qkv_session_model(session)->layers && status == QKV_OK; i++) {
-    qkvi_row_change change;
-    status = qkv_layer_seal(qkvi_session_begin_rows(session, i, NULL, &change), error);
-    qkvi_session_end_rows(&change);
-  }
+// Whether there are more: then it has sealed some.
+static qkv_status seal_pages(qkv_session *session, uint32_t at, size_t pages, bool *more, qkv_error *error) {
+  qkvi_row_change change;
+  qkv_layer *layer = qkvi_session_begin_rows(session, at, NULL, &change);
+  const uint64_t before = layer->sealed;
+  const qkv_status status = qkv_layer_seal_pages(layer, pages, error);
+  *more = layer->sealed > before && layer->sealed < layer->length;
+  qkvi_session_end_rows(&change);
   return status;
+}
+
+qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
+  bool more;
+  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++)
+    QKV_TRY(seal_pages(session, i, SIZE_MAX, &more, error));
+  return QKV_OK;
+}
+
+// Every page waits for readers of the layer.
+qkv_status qkv_session_seal_idle(qkv_session *session, qkv_error *error) {
+  enum { PAGES = 8 };
+  const int64_t used_ms = qkv_session_last_used_ms(session);
+  if (!qkvi_session_has_layers(session)) return QKV_OK;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++) {
+    for (bool more = true; more;) {
+      QKV_TRY(seal_pages(session, i, PAGES, &more, error));
+      if (more && qkv_session_last_used_ms(session) != used_ms)
+        return qkv_fail(error, QKV_UNAVAILABLE, "the session is in use");
+    }
+  }
+  return QKV_OK;
 }
 
 // How an eviction locks a layer.

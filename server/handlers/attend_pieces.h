@@ -6,12 +6,24 @@
 #include "engine/cache/attend.h"
 #include "server/residency/residency.h"
 
-// Runs a checked request, whose out and lse are allocated, over the positions [begin, end) of the session's layer:
-// some pages are restored from the SSD, attended, and may be evicted before the next ones are restored.
-// `request->layer` is ignored; `held` as in server/residency/restore.h. Waits. `*length` gets the layer's length.
-// Errors as of qkvi_restore. Results differ from those in one piece by rounding alone.
-qkv_status qkvi_attend_pieces(const qkv_rpc_call *call, qkv_pool *pool, qkv_session *session, uint32_t layer,
-                              const qkv_attend *request, uint64_t begin, uint64_t end, size_t held, uint64_t *length,
-                              qkv_error *error);
+typedef struct qkvi_pieces {
+  const qkv_rpc_call *call;
+  qkv_pool *pool;
+  qkv_session *session;
+  uint32_t layer;
+  uint32_t cuts;        // of the layer (engine/cache/layer.h) when the request began
+  uint64_t begin, end;  // positions
+  size_t held;          // as in server/residency/restore.h
+  uint64_t turn;        // bytes that are read with the layer locked (engine/cache/attend.h)
+} qkvi_pieces;
+
+// Runs a checked request, whose out and lse are allocated, over positions of the session's layer: some pages are
+// restored from the SSD, attended, and may be evicted before the next ones are restored. `request->layer` is ignored.
+// Waits. Errors as of qkvi_restore, and qkvi_attend_was_cut. Results differ from those in one piece by rounding
+// alone.
+qkv_status qkvi_attend_pieces(const qkvi_pieces *wanted, const qkv_attend *request, qkv_error *error);
+
+// FAILED_PRECONDITION: the session was truncated between two turns of an attend.
+qkv_status qkvi_attend_was_cut(qkv_error *error);
 
 #endif

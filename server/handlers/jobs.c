@@ -18,14 +18,17 @@ qkv_work qkvi_work_of(qkvi_waits waits, bool bulk) {
   return bulk ? QKV_WORK_BULK : QKV_WORK_INTERACTIVE;
 }
 
-static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context,
-                         qkv_error *error) {
-  qkv_daemon *daemon = qkv_rpc_context(call);
+static bool queue(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_share share = qkv_rpc_share(call);
   share.urgent = urgent;
   qkv_rpc_queued(call);
-  if (qkv_executor_submit_as(daemon->executor, work, &share, job, context) == QKV_OK) return QKV_OK;
-  return qkvi_queue_full(daemon, error);
+  return qkv_executor_submit_as(daemon->executor, work, &share, job, context) == QKV_OK;
+}
+
+static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context,
+                         qkv_error *error) {
+  return queue(call, work, urgent, job, context) ? QKV_OK : qkvi_queue_full(qkv_rpc_context(call), error);
 }
 
 qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error) {
@@ -40,6 +43,15 @@ void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *jo
 void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
   qkv_error error = {0};
   if (qkvi_job_try(call, qkvi_work_of(waits, false), job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+}
+
+bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
+  const qkv_work work = qkvi_work_of(waits, false);
+  if (qkv_pool_waiting(qkv_executor_pool(daemon->executor, work)) == 0) return false;
+  if (queue(call, work, urgent, job, context)) return true;
+  qkv_rpc_dequeued(call);
+  return false;
 }
 
 void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_work work,

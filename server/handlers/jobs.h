@@ -29,6 +29,10 @@ void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void
 // The same before jobs that are not urgent (engine/base/fair.h): for steps of decoding.
 void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
 
+// For a job that has more to do: true where other jobs of its kind wait, and it has been queued again; false where it
+// goes on at once.
+bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context);
+
 // Unpacks a request, attaches it to the call (the method frees it with qkvi_control_free) and goes on in job(call).
 void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkvi_waits waits,
                       qkv_job_fn *job);

@@ -87,10 +87,10 @@ static bool seal_one(void *context, qkv_session *session) {
   const uint64_t before = qkv_session_bytes_exact(session);
   if (before == 0 || qkv_session_is_pinned(session)) return true;
   const bool idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
-  const qkv_status status = idle ? qkv_session_seal(session, NULL) : QKV_UNAVAILABLE;
+  const qkv_status status = idle ? qkv_session_seal_idle(session, NULL) : QKV_UNAVAILABLE;
   const uint64_t after = qkv_session_bytes_exact(session);
   if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(on->residency->store), session, after);
-  on->later |= !idle || after < before;
+  on->later |= status == QKV_UNAVAILABLE || after < before;
   return true;
 }
 

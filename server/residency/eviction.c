@@ -67,10 +67,12 @@ uint64_t qkvi_budget_evict_session(qkvi_residency *residency, qkv_session *sessi
   return freed;
 }
 
-// Seals the rows of one session. Rows that stay exact are not tried again (qkv_recency_give_up).
-static uint64_t seal_session(qkvi_residency *residency, qkv_session *session) {
+// Seals the rows of one session. Rows that stay exact are not tried again (qkv_recency_give_up). `*used`: it is in
+// use again.
+static uint64_t seal_session(qkvi_residency *residency, qkv_session *session, bool *used) {
   const uint64_t before = qkv_session_bytes_exact(session);
-  const qkv_status status = qkv_session_seal(session, NULL);
+  const qkv_status status = qkv_session_seal_idle(session, NULL);
+  *used = status == QKV_UNAVAILABLE;
   const uint64_t after = qkv_session_bytes_exact(session);
   if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(residency->store), session, after);
   return before > after ? before - after : 0;
@@ -88,7 +90,7 @@ uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool
     if (session == NULL) break;
     if (qkv_session_bytes_exact(session) > 0 && !qkv_session_is_pinned(session)) {
       *left = qkv_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
-      if (!*left) sealed += seal_session(residency, session);
+      if (!*left) sealed += seal_session(residency, session, left);
     }
     qkv_session_unref(&session);
   }

@@ -1,13 +1,15 @@
 """Attend and Decode against attention in float64 over the rows that Fetch gives."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import pytest
 
-from kv import BF16, FP16, FP32, TIMEOUT, array_of, assert_close, attention, refused, rounded
+from daemon import Daemon
+from kv import BF16, FP16, FP32, TIMEOUT, Cache, array_of, assert_close, attention, refused, rounded
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import tensor_pb2
 
@@ -282,6 +284,45 @@ def test_decode_stream(make_cache):
         # The last step saw what Fetch gives now.
         expected, _ = attention(queries[layer][-1:], *cache.fetch(layers=(layer,)), tokens - 1)
         assert_close(array_of(results[-1].out), expected)
+
+
+@pytest.fixture
+def long_attend():
+    """Starts attends of 60,000 queries, seconds of a thread, over 16,000 rows: (cache, queries, call)."""
+    with Daemon("--threads", "1") as daemon:
+        cache = Cache(daemon.stub(), "long", recent_window=0, layers=1, kv_heads=1, q_heads=1, key_dim=64, value_dim=64)
+        for position in range(0, 16000, 4000):
+            cache.append(position, *cache.rows(4000))
+
+        def begin(**fields):
+            q = cache.queries(60_000)
+            request = kv.AttendRequest(items=[cache.item(16000, q=q, **fields)])
+            call = cache.stub.Attend.future(request, timeout=TIMEOUT)
+            time.sleep(1)
+            return cache, q, call
+
+        yield begin
+
+
+def test_a_long_attend_sees_what_was_there_at_first(long_attend):
+    cache, q, call = long_attend(options=kv.AttendOptions(not_causal=True))
+    cache.append(16000, *cache.rows(100))
+    assert not call.done()
+    result = call.result().results[0]
+    assert result.length == 16000
+    before = kv.AttendOptions(not_causal=True, range={"end": 16000})
+    for part in (slice(0, 50), slice(-50, None)):
+        out, lse = cache.attend(16000, q[part], options=before)
+        assert_close(array_of(result.out)[part], out)
+        assert_close(array_of(result.lse)[part], lse)
+
+
+def test_a_truncation_ends_a_long_attend(long_attend):
+    cache, _, call = long_attend()
+    cache.stub.Truncate(kv.TruncateRequest(session=cache.name, position=8000), timeout=TIMEOUT)
+    assert not call.done()
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "items[0].session was truncated during the attend"):
+        call.result()
 
 
 def test_decode_stream_goes_on_after_an_item_that_fails(make_cache):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
-from kv import Cache, array_of, assert_close, refused
+from kv import TIMEOUT, Cache, array_of, assert_close, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2, tensor_pb2
 
@@ -261,6 +261,44 @@ def test_appends_wait_for_the_disk(start):
         wait_for(held_back, "nothing is held back")
         assert list(cache.info().lengths) == [position] * LAYERS
         assert rows(cache, 100)[0].shape[0] == 100
+
+
+def test_a_long_attend_keeps_nobody_from_memory(start):
+    """Rows and pages that it reads are passed over where memory is made of others'."""
+    with start("--memory-budget", "64MiB", "--threads", "1") as daemon:
+        stub = daemon.stub()
+        shape = {"layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 64, "value_dim": 64, "durability": ASYNC}
+        exact = Cache(stub, "exact", recent_window=1 << 20, **shape)
+        coded = Cache(stub, "coded", recent_window=0, **shape)
+        other = Cache(stub, "other", recent_window=1 << 20, **shape)
+        for cache in (exact, coded):
+            for position in range(0, 16000, 4000):
+                cache.append(position, *cache.rows(4000))
+        items = [cache.item(16000, q=cache.queries(100_000)) for cache in (exact, coded)]  # a minute of a thread
+        attend = stub.Attend.future(kv.AttendRequest(items=items), timeout=TIMEOUT)
+        time.sleep(1)
+        for position in range(0, 200_000, 4000):  # 100 MB
+            other.append(position, *other.rows(4000))
+        assert not attend.done()
+        attend.cancel()
+
+
+def test_a_session_does_not_expire_during_an_attend(start):
+    with start("--threads", "1") as daemon:
+        stub = daemon.stub()
+        shape = {"layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 64, "value_dim": 64, "durability": ASYNC}
+        long, brief = Cache(stub, "long", **shape), Cache(stub, "brief", **shape)
+        for position in range(0, 16000, 4000):
+            long.append(position, *long.rows(4000))
+        for cache in (long, brief):
+            stub.Touch(kv.TouchRequest(session=cache.name, ttl_ms=2000))
+        item = long.item(16000, q=long.queries(100_000))
+        attend = stub.Attend.future(kv.AttendRequest(items=[item]), timeout=TIMEOUT)
+        wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 1, "the end of the other session")
+        time.sleep(2)
+        assert long.info().lengths[0] == 16000 and not attend.done()
+        attend.cancel()
+        wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 2, "the end of the session")
 
 
 def test_a_refused_append_leaves_nothing_reserved(start):

@@ -204,6 +204,37 @@ static void check_batch(qkv_pool *pool, const qkv_attend *requests, const asked 
   }
 }
 
+static uint64_t queries_of(const qkv_attend *request) {
+  return (uint64_t)request->q.dims[0];
+}
+
+// The same in turns.
+static void check_turns(qkv_pool *pool, const qkv_attend *requests, const asked *all, size_t count, uint64_t cost) {
+  qkv_attend left[REQUESTS];
+  uint64_t done[REQUESTS] = {0}, queries;
+  for (size_t i = 0; i < count; i++) {
+    memset(requests[i].out, 0xff, all[i].rows * VALUE_DIM * sizeof(float));
+    memset(requests[i].lse, 0xff, all[i].rows * sizeof(float));
+  }
+  for (size_t first = 0; first < count;) {
+    for (size_t i = first; i < count; i++)
+      left[i - first] = qkv_attend_slice(&requests[i], done[i], queries_of(&requests[i]) - done[i]);
+    const size_t taken = qkv_attend_take(left, count - first, cost, &queries);
+    assert_in_range(taken, 1, count - first);
+    qkv_attend *last = &left[taken - 1];
+    assert_in_range(queries, 1, queries_of(last));
+    *last = qkv_attend_slice(last, 0, queries);
+    assert_true(last->continues == (done[first + taken - 1] + queries < queries_of(&requests[first + taken - 1])));
+    qkv_attend_run(pool, left, taken);
+    for (size_t i = 0; i < taken; i++) done[first + i] += queries_of(&left[i]);
+    while (first < count && done[first] == queries_of(&requests[first])) first++;
+  }
+  for (size_t i = 0; i < count; i++) {
+    assert_memory_equal(requests[i].out, all[i].expected, all[i].rows * VALUE_DIM * sizeof(float));
+    assert_memory_equal(requests[i].lse, all[i].expected_lse, all[i].rows * sizeof(float));
+  }
+}
+
 // Checks what the header says of groups. Returns how many ranges of requests are in one.
 static size_t check_groups(const qkv_attend *requests, size_t count) {
   static bool grouped[REQUESTS][256];
@@ -248,6 +279,7 @@ static size_t check_world(uint64_t seed) {
     if (threads[t] > 0) assert_int_equal(qkv_pool_create(threads[t], 4, &pool, NULL), QKV_OK);
     for (size_t i = 0; i < count; i++) requests[i].stopped = NULL;
     check_batch(pool, requests, all, count);
+    check_turns(pool, requests, all, count, (uint64_t)1 << random_below(&w.seed, 20));
     cancel_some(&w, requests, all, count);
     check_batch(pool, requests, all, count);
     qkv_pool_destroy(&pool);
@@ -303,6 +335,39 @@ static void expect_groups(const qkv_attend *requests, size_t count, size_t membe
     assert_memory_equal(found.groups[i].members, groups[i].members, groups[i].member_count * sizeof(size_t));
   }
   qkvi_share_clear(&found);
+}
+
+static void expect_taken(const qkv_attend *requests, size_t count, uint64_t cost, size_t taken, uint64_t queries) {
+  uint64_t found = 0;
+  assert_int_equal(qkv_attend_take(requests, count, cost, &found), taken);
+  assert_int_equal(found, queries);
+}
+
+// Two heads a KV head: 16 queries are a block. Layers 1 and 2 share all but 100 tokens with layer 0.
+static void test_turns_take_what_is_worth_their_cost(void **state) {
+  (void)state;
+  world w;
+  qkv_attend requests[4], many;
+  asked all[4], asked_many;
+  begin(&w, 10, 2);
+  add_layer(&w, NULL, 0);
+  append(&w, &w.layers[0], 0, 8000);
+  for (size_t i = 1; i < 3; i++) append(&w, add_layer(&w, &w.layers[0], UINT64_MAX), 0, 100);
+  append(&w, add_layer(&w, NULL, 0), 0, 8000);
+  for (size_t i = 0; i < 4; i++) make_request(&w, &requests[i], &all[i], i, 1);
+  const uint64_t alone = qkv_attend_cost(&requests[0]);
+  expect_taken(requests, 4, 1, 1, 1);  // the first one in any case
+  expect_taken(requests, 4, alone, 1, 1);
+  expect_taken(requests, 4, 3 * alone / 2, 3, 1);  // what the forks share is read once
+  expect_taken(requests, 4, 3 * alone, 4, 1);
+  make_request(&w, &many, &asked_many, 0, 50);
+  many.options.not_causal = true;
+  expect_taken(&many, 1, 1, 1, 16);
+  expect_taken(&many, 1, 5 * alone / 2, 1, 48);
+  expect_taken(&many, 1, 100 * alone, 1, 50);
+  for (size_t i = 0; i < 4; i++) free_asked(&all[i]);
+  free_asked(&asked_many);
+  end(&w);
 }
 
 // As it is drawn: A and B share three ranges of 256 tokens, C two of them.
@@ -364,6 +429,7 @@ static void test_groups_hold_a_block_of_rows(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_bits_are_those_of_requests_alone),
+      cmocka_unit_test(test_turns_take_what_is_worth_their_cost),
       cmocka_unit_test(test_groups_are_as_drawn),
       cmocka_unit_test(test_groups_hold_a_block_of_rows),
   };
