@@ -210,8 +210,7 @@
   X(OTHER_BYTES, "qkvd_other_bytes", QKV_GAUGE,                                                                     \
     "Resident memory that KV does not lie in: code, buffers, messages, calibrations.")                              \
   X(LEARNING_BYTES, "qkvd_learning_bytes", QKV_GAUGE, "Bytes of memory-budget taken to learn calibrations.")        \
-  X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE,                                                         \
-    "Bytes of calibrations and coders in use.")                                                                     \
+  X(CALIBRATION_BYTES, "qkvd_calibration_bytes", QKV_GAUGE, "Bytes of calibrations and coders in use.")             \
   X(CONTRACT_PAGES, "qkvd_contract_pages_total", QKV_COUNTER,                                                       \
     "Pages whose attention error was measured for a session's max_attention_error.")                                \
   X(CONTRACT_MISSED, "qkvd_contract_missed_total", QKV_COUNTER,                                                     \

@@ -113,7 +113,9 @@ MUTANTS = [
     ("token ids of a trunk are read from the record", "engine/cache/session_fold.c",
      "  qkvi_trunk_give_tokens(all->trunk, &all->working->tokens);\n", "", FOLDED),
     # ---- Locks ----
-    ("layers are locked in the request's order", "server/handlers/attend.c", "  qsort(order, count, sizeof *order, compare_slots);\n",
+    ("an attend goes on where rows were truncated", "server/handlers/attend_turn.c",
+     "part->cut = part->attended > 0 && part->cuts != layer->cuts;", "part->cut = false;", "e2e/attend"),
+    ("layers are locked in the request's order", "server/handlers/attend_turn.c", "  qsort(order, count, sizeof *order, compare_slots);\n",
      "  qsort(order, 0, sizeof *order, compare_slots);\n", "e2e/attend"),
     ("an append reads its layer's pages unpinned", "engine/cache/session.c",
      "static qkv_layer *begin_write(locked_layer *layer, int64_t used_ms) {\n  qkvi_layer_pin(&layer->layer, used_ms);\n",
