@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
+#include <time.h>
 
 #include "client/cli/cli.h"
 #include "engine/base/name.h"
@@ -28,6 +29,19 @@ static bool has_roles(const char *roles) {
   }
 }
 
+// As the daemon reads it (server/auth/auth.c).
+static bool is_time(const char *text) {
+  struct tm broken = {0};
+  const char *rest = strptime(text, "%Y-%m-%dT%H:%M:%SZ", &broken);
+  if (rest == NULL || *rest != '\0') {
+    memset(&broken, 0, sizeof broken);
+    rest = strptime(text, "%Y-%m-%d", &broken);
+  }
+  const struct tm asked = broken;
+  (void)timegm(&broken);  // makes the third of March of the 31st of February
+  return rest != NULL && *rest == '\0' && broken.tm_mon == asked.tm_mon && broken.tm_mday == asked.tm_mday;
+}
+
 int qkvctl_token(void *values, const qkv_option_list *arguments) {
   const qkvctl_values *asked = values;
   const char *tenant = arguments->items[1];
@@ -40,7 +54,7 @@ int qkvctl_token(void *values, const qkv_option_list *arguments) {
     return qkv_program_misused("%s", error.text);
   if (!has_roles(asked->roles))
     return qkv_program_misused("--roles is %s, known are read, write and admin", asked->roles);
-  if (asked->expires != NULL && strspn(asked->expires, "0123456789-:TZ") != strlen(asked->expires))
+  if (asked->expires != NULL && !is_time(asked->expires))
     return qkv_program_misused("--expires is %s, must be YYYY-MM-DD or YYYY-MM-DDTHH:MM:SSZ", asked->expires);
   if (getrandom(secret, sizeof secret, 0) != sizeof secret) return qkv_program_failed("no random bytes: %m");
   print_hex(secret, sizeof secret, token + strlen(PREFIX));

@@ -64,6 +64,8 @@ def test_help_of_every_command(tool, command):
     ("qkvctl", ["session"], ["SESSION"]),
     ("qkvctl", ["status", "extra"], ["extra"]),
     ("qkvctl", [], ["usage"]),
+    ("qkvctl", ["token", "new", "t", "--expires", "2027-13-01"], ["--expires is 2027-13-01, must be YYYY-MM-DD"]),
+    ("qkvctl", ["token", "new", "t", "--expires", "2027-02-30"], ["--expires is 2027-02-30"]),
     ("qkvctl", ["match", "--tokens", "x"], ["match needs --model NAME"]),
     ("qkvctl", ["match", "--model", "x"], ["match needs --tokens FILE"]),
     ("qkvctl", ["fetch", "s", "--output", "\udcff"], ["--output is no UTF-8"]),  # the byte 0xff
