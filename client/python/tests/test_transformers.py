@@ -9,6 +9,7 @@ from daemon import Daemon
 from proxy import Proxy
 from readme import TARGET, python_example
 from secured import Secured
+from test_connection import in_child, new_grpc
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -563,6 +564,18 @@ def test_a_mask_that_differs_at_one_query_is_refused(monkeypatch, at_once):
             qkvd.transformers._check_mask(
                 lambda b, h, q, k, p=place: causal(b, h, q, k) | ((b == 1) & (q == p) & (k == p + 1)), 2, 3, 10, 0
             )
+
+
+@new_grpc
+def test_a_child_of_fork_closes_nothing(client):
+    model = small("llama")
+    cache = QkvdCache(client, model, policy=qkvd.EXACT)
+    with torch.no_grad():
+        model(torch.randint(1, 97, (2, 10)), past_key_values=cache)
+    assert len(list(client.sessions())) == 2
+    assert in_child(cache.close) == 0
+    assert len(list(client.sessions())) == 2
+    cache.close()
 
 
 def test_rope_of_configs():

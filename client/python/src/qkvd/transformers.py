@@ -117,7 +117,9 @@ class QkvdCache(Cache):  # type: ignore[misc]
                 "which are not in the session, so that no other cache could go on with it"
             )
         # What is to be closed in the end must not hold the cache itself.
-        self._end = weakref.finalize(self, _close, self.client, self._rows, isinstance(client, str), self._named)
+        self._end = weakref.finalize(
+            self, _close, self.client, self._rows, isinstance(client, str), self._named, os.getpid()
+        )
         if mode == "attend":
             register()
             if config._attn_implementation != NAME:
@@ -132,7 +134,8 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """Closes the sessions, unless they were given a name; and the client, if this cache has made it."""
+        """Closes the sessions, unless they were given a name; and the client, if this cache has made it. In a child of
+        fork() sessions stay, as they are the parent's."""
         self._end()
 
     @property
@@ -329,9 +332,10 @@ def _close_all(rows: Sequence[Row], timeout: float | None = None) -> None:
             row.session.close(timeout=timeout)
 
 
-def _close(client: Client, rows: list[Row], own: bool, named: bool) -> None:
+def _close(client: Client, rows: list[Row], own: bool, named: bool, process: int) -> None:
+    """In a child of fork() sessions are the parent's, who may go on with them."""
     try:
-        _close_all(rows if not named else (), timeout=5)
+        _close_all(rows if not named and process == os.getpid() else (), timeout=5)
     except Error:
         pass  # a daemon that is gone has nothing to be closed
     finally:
