@@ -71,12 +71,17 @@ class Calls:
 
     @contextmanager
     def given_up(self, call: Any) -> Iterator[None]:
-        """A fork cancels this call, and so does not wait for it."""
+        """A fork cancels this call, so that it has not long to wait: until gRPC has ended it, and not only told of it."""
+        ended = threading.Event()
+        call.add_done_callback(lambda _: ended.set())
         with self._changed:
             self._given_up.append(call)
+            if self._forking:  # since the call began
+                call.cancel()
         try:
             yield
         finally:
+            ended.wait(FORK_WAITS)
             with self._changed:
                 self._given_up.remove(call)
 
