@@ -156,6 +156,37 @@ def test_asyncio_does_not_wait_for_a_daemon_that_hangs(hung, rows):
     asyncio.run(work())
 
 
+def test_health_checks_take_no_more_than_the_call_has(hung):
+    """Those of connectors' lookups have a quarter of a second, of which a scheduler waits."""
+    mute, well = hung
+    targets = f"{mute.target},{well.target}"
+
+    async def asynchronous(work):
+        async with qkvd.AsyncClient(targets) as client:
+            await work(client)
+
+    for work in (
+        lambda client: client.models(timeout=0.2),
+        lambda client: client.has_sessions(SESSIONS[:12], timeout=0.2),
+        lambda client: client.session_info(
+            next(name for name in SESSIONS if owner_of(name, mute, well) is mute), timeout=0.2
+        ),
+    ):
+        with qkvd.Client(targets) as client:
+            begin = time.monotonic()
+            with contextlib.suppress(qkvd.Error):
+                work(client)
+            assert time.monotonic() - begin < 0.7
+        begin = time.monotonic()
+        with contextlib.suppress(qkvd.Error):
+            asyncio.run(asynchronous(work))
+        assert time.monotonic() - begin < 0.7
+
+
+def owner_of(name, *daemons):
+    return max(daemons, key=lambda one: place.weight(place.hash_of(one.target), place.hash_of(name)))
+
+
 @new_grpc
 def test_a_client_that_nobody_has_watches_no_more(hung):
     """Nor does one in a child of fork(), whose calls work."""
@@ -168,7 +199,7 @@ def test_a_client_that_nobody_has_watches_no_more(hung):
     client = qkvd.Client(f"{mute.target},{well.target}")
     assert client.models() == []
     assert len(watches()) == 1
-    for _ in range(20):
+    for _ in range(8):
         time.sleep(0.1)
         assert in_child(client.models) == 0
     del client

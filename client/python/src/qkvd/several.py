@@ -8,6 +8,7 @@ Its sessions are another's meanwhile. A call asks it again, and brings it the cl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -74,6 +75,17 @@ class Daemons(Generic[C]):
     def nobody(self) -> Unavailable:
         """None of them answers."""
         return Unavailable(f"none of the {len(self.all)} daemons {self._targets} answers")
+
+
+class Within:
+    """Time for the health checks of one call: CHECK_SECONDS each, but together no more than the call has."""
+
+    def __init__(self, seconds: float):
+        self._until = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds for the next one."""
+        return min(max(self._until - time.monotonic(), 0.001), CHECK_SECONDS)
 
 
 def pauses() -> Iterator[float]:

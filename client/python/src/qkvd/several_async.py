@@ -15,7 +15,7 @@ import grpc.aio
 from qkvd import errors
 from qkvd.calls import Call, Match, checked_timeout
 from qkvd.items import Item, Result
-from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged, pauses
+from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, Within, chosen, found, grouped, in_order, merged, pauses
 from qkvd.v1 import model_pb2, objects_pb2
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ async def _watch(client: weakref.ref[AsyncClient], daemon: AsyncClient) -> None:
         if client() is None:
             return
         with contextlib.suppress(errors.Error):  # it is closed
-            if await _healthy(daemon):
+            if await _healthy(daemon, CHECK_SECONDS):
                 return
 
 
-async def serves(client: AsyncClient, daemon: Daemon[AsyncClient]) -> bool:
+async def serves(client: AsyncClient, daemon: Daemon[AsyncClient], within: Within) -> bool:
     """Whether calls may go there. One that is suspect, and not watched, is asked, and gets the client's models."""
     if not daemon.suspect:
         return True
     if daemon.watch is not None and not daemon.watch.done():
         return False
-    daemon.suspect = not await _healthy(daemon.client)
+    daemon.suspect = not await _healthy(daemon.client, within.left())
     for call in () if daemon.suspect else list(client._kept_models.values()):
         try:
             await daemon.client._call(call, None)
@@ -53,25 +53,27 @@ async def serves(client: AsyncClient, daemon: Daemon[AsyncClient]) -> bool:
     return not daemon.suspect
 
 
-async def _healthy(client: AsyncClient) -> bool:
+async def _healthy(client: AsyncClient, seconds: float) -> bool:
     try:
         stub = client._stub("unary_unary", CHECK)
-        return bool(await stub(b"", timeout=CHECK_SECONDS, metadata=client._connection.metadata) == SERVING)
+        return bool(await stub(b"", timeout=seconds, metadata=client._connection.metadata) == SERVING)
     except grpc.RpcError:
         return False
 
 
-async def owner(client: AsyncClient, key: str | None) -> Daemon[AsyncClient]:
-    """Of those that serve."""
+async def owner(client: AsyncClient, key: str | None, seconds: float = CHECK_SECONDS) -> Daemon[AsyncClient]:
+    """Of those that serve, which takes no longer than that."""
+    within = Within(seconds)
     for daemon in client._daemons.ranked(client._connection.placement or key):
-        if await serves(client, daemon):
+        if await serves(client, daemon, within):
             return daemon
     raise client._daemons.nobody()
 
 
-async def serving(client: AsyncClient) -> list[Daemon[AsyncClient]]:
-    """All that do; those that are to be asked are asked at the same time. Unavailable where none does."""
-    answers = await asyncio.gather(*(serves(client, daemon) for daemon in client._daemons.all))
+async def serving(client: AsyncClient, seconds: float = CHECK_SECONDS) -> list[Daemon[AsyncClient]]:
+    """All that do, which takes no longer than that; those that are to be asked are asked at the same time. Unavailable
+    where none does."""
+    answers = await asyncio.gather(*(serves(client, daemon, Within(seconds)) for daemon in client._daemons.all))
     all_of_them = [daemon for daemon, answer in zip(client._daemons.all, answers, strict=True) if answer]
     if not all_of_them:
         raise client._daemons.nobody()
@@ -90,7 +92,7 @@ async def routed(
     while True:
         daemon = None
         try:
-            daemon = await owner(client, key)
+            daemon = await owner(client, key, backoff.left())
             return await work(daemon.client, backoff.left())
         except errors.Error as error:
             if daemon is not None:
@@ -107,7 +109,7 @@ async def stream(
     while True:
         daemon = None
         try:
-            daemon = await owner(client, key)
+            daemon = await owner(client, key, backoff.left())
             async for answer in daemon.client._stream(method, request, backoff.left(), key):
                 began = True
                 yield answer
@@ -142,7 +144,7 @@ async def spread(
         failure: errors.Error
         again: list[int] = []
         try:
-            groups = grouped([await owner(client, keys[place]) for place in left])
+            groups = grouped([await owner(client, keys[place], backoff.left()) for place in left])
         except errors.Error as error:
             failure, again = error, left
         else:
@@ -168,13 +170,17 @@ async def spread(
 
 async def register_model(client: AsyncClient, name: str, call: Call[T], timeout: float | None) -> T:
     """With all that serve; the others get it as soon as they do."""
-    answer = (await each(client, lambda one: one._call(call, timeout)))[0][1]
+    answer = (await each(client, timeout, lambda one: one._call(call, timeout)))[0][1]
     client._kept_models[name] = call
     return answer
 
 
-async def each(client: AsyncClient, work: Callable[[AsyncClient], Awaitable[T]]) -> list[tuple[Daemon[AsyncClient], T]]:
+async def each(
+    client: AsyncClient, timeout: float | None, work: Callable[[AsyncClient], Awaitable[T]]
+) -> list[tuple[Daemon[AsyncClient], T]]:
     """The answers of all that serve; those that lack what was asked for, or are gone, are passed over unless all are."""
+
+    seconds = checked_timeout(client._connection.timeout if timeout is None else timeout)
 
     async def attempt(daemon: Daemon[AsyncClient]) -> tuple[Daemon[AsyncClient], T] | errors.Error:
         try:
@@ -183,13 +189,13 @@ async def each(client: AsyncClient, work: Callable[[AsyncClient], Awaitable[T]])
             daemon.failed(error)
             return error
 
-    return found(await asyncio.gather(*(attempt(daemon) for daemon in await serving(client))))
+    return found(await asyncio.gather(*(attempt(daemon) for daemon in await serving(client, seconds))))
 
 
 async def match(client: AsyncClient, call: Call[Match], timeout: float | None) -> Match:
     """The longest of all, of a session that is reached by its name."""
     best = Match("", 0, 0, 0, 0.0)
-    for daemon, one in await each(client, lambda it: it._call(call, timeout)):
+    for daemon, one in await each(client, timeout, lambda it: it._call(call, timeout)):
         longer = (one.tokens, one.tokens_in_memory) > (best.tokens, best.tokens_in_memory)
         if longer and await owner(client, one.session) is daemon:
             best = one
@@ -199,7 +205,7 @@ async def match(client: AsyncClient, call: Call[Match], timeout: float | None) -
 async def models(client: AsyncClient, timeout: float | None) -> list[model_pb2.GetModelResponse]:
     """Of all, each tenant's name once."""
     by_name: dict[tuple[str, str], model_pb2.GetModelResponse] = {}
-    for _, part in await each(client, lambda one: one.models(timeout=timeout)):
+    for _, part in await each(client, timeout, lambda one: one.models(timeout=timeout)):
         for model in part:
             by_name.setdefault((model.model.name, model.tenant), model)
     return [by_name[name] for name in sorted(by_name)]

@@ -19,7 +19,7 @@ from qkvd.calls import Call, Match
 from qkvd.decode import DecodeStream
 from qkvd.items import Item, Result, check_outs
 from qkvd.locks import Lock, calls_under_way
-from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, chosen, found, grouped, in_order, merged, pauses
+from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, Within, chosen, found, grouped, in_order, merged, pauses
 from qkvd.v1 import model_pb2, objects_pb2
 
 if TYPE_CHECKING:
@@ -85,19 +85,19 @@ class Watch(threading.Thread):
             if self._ended.wait(pause) or self._client() is None:
                 return
             try:
-                if _healthy(self._daemon, in_background=True):
+                if _healthy(self._daemon, CHECK_SECONDS, in_background=True):
                     return
             except (errors.Error, ValueError):  # it is closed
                 return
 
 
-def serves(client: Client, daemon: Daemon[Client]) -> bool:
+def serves(client: Client, daemon: Daemon[Client], within: Within) -> bool:
     """Whether calls may go there. One that is suspect, and not watched, is asked, and gets the client's models."""
     if not daemon.suspect:
         return True
     if daemon.watch is not None and daemon.watch.goes_on():
         return False
-    daemon.suspect = not _healthy(daemon.client)
+    daemon.suspect = not _healthy(daemon.client, within.left())
     for call in () if daemon.suspect else list(client._kept_models.values()):
         try:
             daemon.client._call(call, None)
@@ -112,31 +112,33 @@ def serves(client: Client, daemon: Daemon[Client]) -> bool:
     return not daemon.suspect
 
 
-def _healthy(client: Client, *, in_background: bool = False) -> bool:
+def _healthy(client: Client, seconds: float, *, in_background: bool = False) -> bool:
     """in_background: a fork does not wait for the answer, and the daemon counts as one that does not answer."""
     stub = client._stub("unary_unary", CHECK)
     try:
         with calls_under_way:
-            answer = stub.future(b"", timeout=CHECK_SECONDS, metadata=client._connection.metadata)
+            answer = stub.future(b"", timeout=seconds, metadata=client._connection.metadata)
             with calls_under_way.given_up(answer) if in_background else contextlib.nullcontext():
-                return bool(waits.answer(answer, CHECK_SECONDS, CHECK, CHECK_SECONDS) == SERVING)
+                return bool(waits.answer(answer, seconds, CHECK, seconds) == SERVING)
     except (grpc.RpcError, grpc.FutureCancelledError, errors.DeadlineExceeded):
         return False
 
 
-def owner(client: Client, key: str | None) -> Daemon[Client]:
-    """Of those that serve."""
+def owner(client: Client, key: str | None, seconds: float = CHECK_SECONDS) -> Daemon[Client]:
+    """Of those that serve, which takes no longer than that."""
+    within = Within(seconds)
     for daemon in client._daemons.ranked(client._connection.placement or key):
-        if serves(client, daemon):
+        if serves(client, daemon, within):
             return daemon
     raise client._daemons.nobody()
 
 
-def serving(client: Client) -> list[Daemon[Client]]:
-    """All that do; those that are to be asked are asked at the same time. Unavailable where none does."""
+def serving(client: Client, seconds: float = CHECK_SECONDS) -> list[Daemon[Client]]:
+    """All that do, which takes no longer than that; those that are to be asked are asked at the same time. Unavailable
+    where none does."""
     asked = [daemon for daemon in client._daemons.all if daemon.suspect]
     if asked:
-        client._threads.map([partial(serves, client, daemon) for daemon in asked])
+        client._threads.map([partial(serves, client, daemon, Within(seconds)) for daemon in asked])
     all_of_them = [daemon for daemon in client._daemons.all if not daemon.suspect]
     if not all_of_them:
         raise client._daemons.nobody()
@@ -149,7 +151,7 @@ def routed(client: Client, key: str | None, timeout: float | None, repeat: bool,
     while True:
         daemon = None
         try:
-            daemon = owner(client, key)
+            daemon = owner(client, key, backoff.left())
             return work(daemon.client, backoff.left())
         except errors.Error as error:
             if daemon is not None:
@@ -164,7 +166,7 @@ def stream(client: Client, method: str, request: bytes, timeout: float | None, k
     while True:
         daemon = None
         try:
-            daemon = owner(client, key)
+            daemon = owner(client, key, backoff.left())
             for answer in daemon.client._stream(method, request, backoff.left(), key):
                 began = True
                 yield answer
@@ -198,7 +200,7 @@ def spread(
     while left:
         failure: errors.Error
         try:
-            groups = grouped([owner(client, keys[place]) for place in left])
+            groups = grouped([owner(client, keys[place], backoff.left()) for place in left])
         except errors.Error as error:
             groups, failure, again = {}, error, left
         else:
@@ -225,12 +227,12 @@ def spread(
 
 def register_model(client: Client, name: str, call: Call[T], timeout: float | None) -> T:
     """With all that serve; the others get it as soon as they do."""
-    answer = each(client, lambda one: one._call(call, timeout))[0][1]
+    answer = each(client, timeout, lambda one: one._call(call, timeout))[0][1]
     client._kept_models[name] = call
     return answer
 
 
-def each(client: Client, work: Callable[[Client], T]) -> list[tuple[Daemon[Client], T]]:
+def each(client: Client, timeout: float | None, work: Callable[[Client], T]) -> list[tuple[Daemon[Client], T]]:
     """The answers of all that serve; those that lack what was asked for, or are gone, are passed over unless all are."""
 
     def attempt(daemon: Daemon[Client]) -> tuple[Daemon[Client], T] | errors.Error:
@@ -240,14 +242,14 @@ def each(client: Client, work: Callable[[Client], T]) -> list[tuple[Daemon[Clien
             daemon.failed(error)
             return error
 
-    all_of_them = serving(client)
+    all_of_them = serving(client, client._seconds(timeout))
     return found(client._threads.map([lambda d=d: attempt(d) for d in all_of_them]))  # type: ignore[misc]
 
 
-def match(client: Client, work: Callable[[Client], Match]) -> Match:
+def match(client: Client, timeout: float | None, work: Callable[[Client], Match]) -> Match:
     """The longest of all, of a session that is reached by its name."""
     best = Match("", 0, 0, 0, 0.0)
-    for daemon, one in each(client, work):
+    for daemon, one in each(client, timeout, work):
         longer = (one.tokens, one.tokens_in_memory) > (best.tokens, best.tokens_in_memory)
         if longer and owner(client, one.session) is daemon:
             best = one
@@ -257,7 +259,7 @@ def match(client: Client, work: Callable[[Client], Match]) -> Match:
 def models(client: Client, timeout: float | None) -> list[model_pb2.GetModelResponse]:
     """Of all, each tenant's name once."""
     by_name: dict[tuple[str, str], model_pb2.GetModelResponse] = {}
-    for _, part in each(client, lambda one: one.models(timeout=timeout)):
+    for _, part in each(client, timeout, lambda one: one.models(timeout=timeout)):
         for model in part:
             by_name.setdefault((model.model.name, model.tenant), model)
     return [by_name[name] for name in sorted(by_name)]
