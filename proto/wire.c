@@ -7,7 +7,9 @@
 // ---- Reader ----
 
 void qkv_wire_reader_init(qkv_wire_reader *reader, qkv_bytes message) {
+  enum { FIELD_BYTES = 16 };
   reader->rest = message;
+  reader->fields = QKV_WIRE_FIELDS + message.length / FIELD_BYTES;
 }
 
 static qkv_status truncated(qkv_error *error) {
@@ -104,6 +106,7 @@ static qkv_status read_bytes(qkv_wire_reader *reader, qkv_bytes *bytes, qkv_erro
 qkv_status qkv_wire_next(qkv_wire_reader *reader, qkv_wire_field *field, bool *more, qkv_error *error) {
   *more = reader->rest.length > 0;
   if (!*more) return QKV_OK;
+  if (reader->fields-- == 0) return qkv_fail(error, QKV_INVALID_ARGUMENT, "malformed protobuf: too many fields");
   uint64_t tag = 0;
   QKV_TRY(qkv_wire_varint(reader, &tag, error));
   if (tag > UINT32_MAX || tag >> 3 == 0) {

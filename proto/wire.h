@@ -27,6 +27,7 @@ typedef enum qkv_wire_type {
 
 typedef struct qkv_wire_reader {
   qkv_bytes rest;  // what has not been read
+  size_t fields;   // that qkv_wire_next may give still
 } qkv_wire_reader;
 
 typedef struct qkv_wire_field {
@@ -38,7 +39,10 @@ typedef struct qkv_wire_field {
 
 void qkv_wire_reader_init(qkv_wire_reader *reader, qkv_bytes message);
 
-// The next field into *field; `*more` false at the end. INVALID_ARGUMENT "truncated protobuf" and the like.
+// The next field into *field; `*more` false at the end. INVALID_ARGUMENT "truncated protobuf" and the like. A message
+// may have QKV_WIRE_FIELDS fields and one more for each 16 bytes: what has more is none of ours, and took a second
+// for 64 MiB.
+enum { QKV_WIRE_FIELDS = 65536 };
 qkv_status qkv_wire_next(qkv_wire_reader *reader, qkv_wire_field *field, bool *more, qkv_error *error);
 
 // One varint of a packed field; the reader is over the field's bytes.

@@ -171,7 +171,7 @@ static void on_get_calibration(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   const qkv_calibration *calibration = NULL;
   Qkv__V1__GetCalibrationRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__get_calibration_request__descriptor, &error);
+      qkvi_control_unpack_here(message, &qkv__v1__get_calibration_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   const qkv_status status = find_calibration(call, request, &calibration, &error);
   qkvi_control_free(request);

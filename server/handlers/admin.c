@@ -138,7 +138,7 @@ static void put_cpu(status_parts *parts, Qkv__V1__GetStatusResponse *response) {
 static void on_get_status(qkv_rpc_call *call, qkv_bytes message) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error error = {0};
-  void *request = qkvi_control_unpack(message, &qkv__v1__get_status_request__descriptor, &error);
+  void *request = qkvi_control_unpack_here(message, &qkv__v1__get_status_request__descriptor, &error);
   if (request == NULL) {
     qkvi_control_fail(call, &error);
     return;
@@ -189,7 +189,7 @@ static qkv_status drain(const qkv_daemon *daemon, const Qkv__V1__DrainRequest *r
 
 static void on_drain(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
-  Qkv__V1__DrainRequest *request = qkvi_control_unpack(message, &qkv__v1__drain_request__descriptor, &error);
+  Qkv__V1__DrainRequest *request = qkvi_control_unpack_here(message, &qkv__v1__drain_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   const qkv_status status = drain(qkv_rpc_context(call), request, &error);
   qkvi_control_free(request);

@@ -68,7 +68,7 @@ static void compare_job(void *context) {
 
 static void on_compare(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
-  Qkv__V1__CompareRequest *request = qkvi_control_unpack(message, &qkv__v1__compare_request__descriptor, &error);
+  Qkv__V1__CompareRequest *request = qkvi_control_unpack_here(message, &qkv__v1__compare_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   comparison_call *state = calloc(1, sizeof *state);
   if (state == NULL) abort();

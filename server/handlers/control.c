@@ -8,13 +8,15 @@
 #include "server/daemon.h"
 #include "server/handlers/block.h"
 
-// Bytes that a message may have, and those of them that are left.
+// Bytes that a message may have, and those of them that are left, and fields.
 typedef struct bytes_left {
-  size_t most, now;
+  size_t most, now, fields;
 } bytes_left;
 
 // Subtracts the cost of a field.
 static qkv_status spend(size_t bytes, bytes_left *left, qkv_error *error) {
+  if (left->fields-- == 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d fields", QKVI_CONTROL_FIELDS_MAX);
   if (bytes > left->now)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %zu bytes without those of files",
                     left->most);
@@ -70,7 +72,7 @@ static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *typ
 // The message as one contiguous buffer. Where the two readers of the wire format disagree, the stricter one wins.
 static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   const qkv_segment segment = {.data = flat, .length = length};
-  bytes_left left = {.most = bytes_max(type), .now = bytes_max(type)};
+  bytes_left left = {.most = bytes_max(type), .now = bytes_max(type), .fields = QKVI_CONTROL_FIELDS_MAX};
   if (check(qkv_bytes_of(&segment), type, &left, error) != QKV_OK) return NULL;
   ProtobufCMessage *request = protobuf_c_message_unpack(type, NULL, length, flat);
   if (request == NULL)
@@ -78,13 +80,20 @@ static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDe
   return request;
 }
 
-void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
-  const size_t most = bytes_max(type);
+static void *unpack_within(size_t most, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   if (message.length > most) {
     (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request is %zu bytes, at most %zu", message.length, most);
     return NULL;
   }
   return qkvi_control_unpack_large(message, type, error);
+}
+
+void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  return unpack_within(bytes_max(type), message, type, error);
+}
+
+void *qkvi_control_unpack_here(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  return unpack_within(QKVI_HERE_BYTES_MAX, message, type, error);
 }
 
 void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {

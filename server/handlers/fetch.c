@@ -534,7 +534,7 @@ static void on_sent(qkv_rpc_call *call) {
 
 static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
-  Qkv__V1__FetchRequest *request = qkvi_control_unpack(message, &qkv__v1__fetch_request__descriptor, &error);
+  Qkv__V1__FetchRequest *request = qkvi_control_unpack_here(message, &qkv__v1__fetch_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   fetch_stream *stream = calloc(1, sizeof *stream);
   if (stream == NULL) abort();

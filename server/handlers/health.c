@@ -43,7 +43,7 @@ static qkv_status read_request(qkv_bytes message, bool *known, qkv_error *error)
   static const char *const services[] = {"", "qkv.v1.KvCache", "qkv.v1.Admin"};
   *known = false;
   Grpc__Health__V1__HealthCheckRequest *request =
-      qkvi_control_unpack(message, &grpc__health__v1__health_check_request__descriptor, error);
+      qkvi_control_unpack_here(message, &grpc__health__v1__health_check_request__descriptor, error);
   if (request == NULL) return error->status;
   for (size_t i = 0; i < sizeof(services) / sizeof(services[0]); i++) {
     if (strcmp(request->service, services[i]) == 0) *known = true;

@@ -1,6 +1,7 @@
 #include "server/handlers/jobs.h"
 
 #include <inttypes.h>
+#include <stdlib.h>
 
 #include "server/auth/identity.h"
 #include "server/daemon.h"
@@ -54,9 +55,48 @@ bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_f
   return false;
 }
 
+// A request that a job unpacks, before it goes on as another one.
+typedef struct later {
+  qkv_rpc_call *call;
+  qkv_bytes message;
+  const ProtobufCMessageDescriptor *type;
+  qkvi_unpack_fn *unpack;
+  qkv_job_fn *job;
+} later;
+
+static void unpack_job(void *context) {
+  const later of = *(later *)context;
+  qkv_error error = {0};
+  free(context);
+  void *request = qkv_rpc_cancelled(of.call) ? NULL : of.unpack(of.message, of.type, &error);
+  if (error.status != QKV_OK) {
+    if (qkvi_job_wanted(of.call)) qkvi_control_fail(of.call, &error);
+    return;
+  }
+  if (request == NULL) {
+    (void)qkvi_job_wanted(of.call);
+    return;
+  }
+  qkv_rpc_set_state(of.call, request);
+  of.job(of.call);
+}
+
+void qkvi_request_later(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                        qkvi_unpack_fn *unpack, qkv_work work, qkv_job_fn *job) {
+  qkv_error error = {0};
+  later *of = malloc(sizeof *of);
+  if (of == NULL) abort();
+  *of = (later){.call = call, .message = message, .type = type, .unpack = unpack, .job = job};
+  if (qkvi_job_try(call, work, unpack_job, of, &error) == QKV_OK) return;
+  free(of);
+  qkvi_control_fail(call, &error);
+}
+
 void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_work work,
                        qkv_job_fn *job) {
   qkv_error error = {0};
+  if (message.length > QKVI_HERE_BYTES_MAX)
+    return qkvi_request_later(call, message, type, qkvi_control_unpack, work, job);
   void *request = qkvi_control_unpack(message, type, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);

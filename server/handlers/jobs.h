@@ -34,11 +34,16 @@ void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *jo
 bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context);
 
 // Unpacks a request, attaches it to the call (the method frees it with qkvi_control_free) and goes on in job(call).
+// One of more than QKVI_HERE_BYTES_MAX is unpacked there.
 void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkvi_waits waits,
                       qkv_job_fn *job);
 // The same in a job of a kind.
 void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_work work,
                        qkv_job_fn *job);
+// Likewise, in any case there; `unpack` is a function of control.h.
+typedef void *qkvi_unpack_fn(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error);
+void qkvi_request_later(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                        qkvi_unpack_fn *unpack, qkv_work work, qkv_job_fn *job);
 // What opening, closing or changing a session waits for: the disk, where there is an SSD tier.
 qkvi_waits qkvi_session_waits(const qkv_rpc_call *call);
 // The session of the call's tenant that a request names, with a reference. INVALID_ARGUMENT for a bad name,

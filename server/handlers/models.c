@@ -204,6 +204,9 @@ static void register_job(void *context) {
 
 static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
+  if (message.length > QKVI_HERE_BYTES_MAX)
+    return qkvi_request_later(call, message, &qkv__v1__register_model_request__descriptor, qkvi_control_unpack_large,
+                              qkvi_work_of(qkvi_session_waits(call), false), register_job);
   Qkv__V1__RegisterModelRequest *request =
       qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
@@ -277,7 +280,8 @@ static qkv_status get_model(const qkv_rpc_call *call, const char *name, struct e
 static void on_get_model(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   struct entry found = {0};
-  Qkv__V1__GetModelRequest *request = qkvi_control_unpack(message, &qkv__v1__get_model_request__descriptor, &error);
+  Qkv__V1__GetModelRequest *request =
+      qkvi_control_unpack_here(message, &qkv__v1__get_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_status status = get_model(call, request->name, &found, &error);
   qkvi_control_free(request);

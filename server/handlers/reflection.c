@@ -96,7 +96,7 @@ static void answer(const reflection_request *request, reflection_response *respo
 static void on_request(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   reflection_request *request =
-      qkvi_control_unpack(message, &grpc__reflection__v1alpha__server_reflection_request__descriptor, &error);
+      qkvi_control_unpack_here(message, &grpc__reflection__v1alpha__server_reflection_request__descriptor, &error);
   if (request == NULL) {
     qkvi_control_fail(call, &error);
     return;

@@ -135,7 +135,7 @@ static void on_get_session(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   qkv_session *session = NULL;
   Qkv__V1__GetSessionRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__get_session_request__descriptor, &error);
+      qkvi_control_unpack_here(message, &qkv__v1__get_session_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
   qkv_status status = check_ids_range(request->token_ids, &error);

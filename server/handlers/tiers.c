@@ -280,7 +280,7 @@ static void on_stats_sent(qkv_rpc_call *call) {
 static void on_get_attention_stats(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
   Qkv__V1__GetAttentionStatsRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__get_attention_stats_request__descriptor, &error);
+      qkvi_control_unpack_here(message, &qkv__v1__get_attention_stats_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   stats_stream *stream = calloc(1, sizeof *stream);
   if (stream == NULL) abort();

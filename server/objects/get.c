@@ -125,22 +125,34 @@ static void on_sent(qkv_rpc_call *call) {
     qkvi_control_fail(call, &error);
 }
 
-static void on_message(qkv_rpc_call *call, qkv_bytes message) {
+// The call's state is its request so far.
+static get_stream *begin(qkv_rpc_call *call) {
   qkv_error error = {0};
   qkv_daemon *daemon = qkv_rpc_context(call);
-  Qkv__V1__GetObjectsRequest *request =
-      qkvi_control_unpack(message, &qkv__v1__get_objects_request__descriptor, &error);
-  if (request == NULL) return qkvi_control_fail(call, &error);
+  Qkv__V1__GetObjectsRequest *request = qkv_rpc_state(call);
   get_stream *stream = calloc(1, sizeof *stream);
   if (stream == NULL) abort();
   *stream = (get_stream){.call = call, .daemon = daemon, .request = request, .writer = qkv_wire_writer_create()};
   qkv_rpc_set_state(call, stream);
   if (qkvi_object_names_check(call, request->tenant, request->objects, request->n_objects, &stream->tenant, &error) !=
-      QKV_OK)
-    return qkvi_control_fail(call, &error);
+      QKV_OK) {
+    qkvi_control_fail(call, &error);
+    return NULL;
+  }
   qkv_metric_add(&daemon->metrics[QKV_METRIC_OBJECT_GETS], (int64_t)request->n_objects);
-  if (request->n_objects == 0) return qkv_rpc_finish(call, QKV_OK, "");
-  on_sent(call);
+  if (request->n_objects > 0) return stream;
+  qkv_rpc_finish(call, QKV_OK, "");
+  return NULL;
+}
+
+static void begin_job(void *context) {
+  get_stream *stream = begin(context);
+  if (stream != NULL) send_job(stream);
+}
+
+static void on_message(qkv_rpc_call *call, qkv_bytes message) {
+  qkvi_request_later(call, message, &qkv__v1__get_objects_request__descriptor, qkvi_control_unpack,
+                     qkvi_work_of(qkvi_session_waits(call), true), begin_job);
 }
 
 static void destroy(void *state) {

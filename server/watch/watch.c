@@ -306,7 +306,7 @@ static void on_watch(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkvi_watch_hub *hub = daemon->watch;
   qkv_error error = {0};
-  Qkv__V1__WatchRequest *request = qkvi_control_unpack(message, &qkv__v1__watch_request__descriptor, &error);
+  Qkv__V1__WatchRequest *request = qkvi_control_unpack_here(message, &qkv__v1__watch_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   watcher *at = calloc(1, sizeof *at);
   if (at == NULL) abort();

@@ -474,12 +474,36 @@ static void test_every_truncation(void **state) {
   qkv_wire_writer_destroy(&writer);
 }
 
+// Small fields of a large message end it before all of them are read.
+static void test_too_many_fields(void **state) {
+  (void)state;
+  enum { BYTES = 16 << 20, MOST = QKV_WIRE_FIELDS + BYTES / 16 };
+  uint8_t *data = malloc(BYTES);
+  assert_non_null(data);
+  for (size_t i = 0; i < BYTES; i++) data[i] = i % 2 == 0 ? 1 << 3 : 1;
+  qkv_wire_reader reader;
+  qkv_wire_field field;
+  qkv_error error = {0};
+  bool more = true;
+  for (int part = 0; part < 2; part++) {
+    const qkv_segment segment = {.data = data, .length = part == 0 ? 2 * QKV_WIRE_FIELDS : BYTES};
+    size_t count = 0;
+    qkv_status status;
+    qkv_wire_reader_init(&reader, qkv_bytes_of(&segment));
+    while ((status = qkv_wire_next(&reader, &field, &more, &error)) == QKV_OK && more) count++;
+    assert_int_equal(status, part == 0 ? QKV_OK : QKV_INVALID_ARGUMENT);
+    assert_int_equal(count, part == 0 ? QKV_WIRE_FIELDS : MOST);
+  }
+  assert_string_equal(error.text, "malformed protobuf: too many fields");
+  free(data);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_fields),          cmocka_unit_test(test_varint_limits),
-                                     cmocka_unit_test(test_hostile),         cmocka_unit_test(test_random_bytes),
-                                     cmocka_unit_test(test_string),          cmocka_unit_test(test_item),
-                                     cmocka_unit_test(test_attend_request),  cmocka_unit_test(test_fetch_response),
-                                     cmocka_unit_test(test_nested_lengths),  cmocka_unit_test(test_every_split),
-                                     cmocka_unit_test(test_every_truncation)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_fields),         cmocka_unit_test(test_too_many_fields),
+                                     cmocka_unit_test(test_varint_limits),  cmocka_unit_test(test_hostile),
+                                     cmocka_unit_test(test_random_bytes),   cmocka_unit_test(test_string),
+                                     cmocka_unit_test(test_item),           cmocka_unit_test(test_attend_request),
+                                     cmocka_unit_test(test_fetch_response), cmocka_unit_test(test_nested_lengths),
+                                     cmocka_unit_test(test_every_split),    cmocka_unit_test(test_every_truncation)};
   return cmocka_run_group_tests(tests, fill, NULL);
 }

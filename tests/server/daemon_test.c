@@ -434,7 +434,7 @@ static void swarm_is_refused_in_little_memory(void **out) {
   fixture_result result = fixture_call(state->client, REGISTER_MODEL, request, HEAD + LENGTH, FIXTURE_PATIENCE_MS);
   free(request);
   assert_int_equal(result.status, GRPC_STATUS_INVALID_ARGUMENT);
-  assert_string_equal(result.text, "request has more than 1048576 bytes without those of files");
+  assert_string_equal(result.text, "request has more than 65536 fields");
   wait_quiet(state->client);
   if (!fixture_is_sanitized()) assert_true(fixture_memory(state->daemon, "VmHWM") <= before + 16 * MIB);
 }
