@@ -35,22 +35,20 @@ static void has_job(void *context) {
   Qkv__V1__HasObjectsResponse response = QKV__V1__HAS_OBJECTS_RESPONSE__INIT;
   response.presence = calloc(count + 1, sizeof *response.presence);
   response.bytes = calloc(count + 1, sizeof *response.bytes);
-  if (response.presence == NULL || response.bytes == NULL) abort();
+  uint64_t *in_memory = calloc(count + 1, sizeof *in_memory);
+  if (response.presence == NULL || response.bytes == NULL || in_memory == NULL) abort();
   response.n_presence = response.n_bytes = count;
+  qkvi_objects_look(daemon->objects, tenant, request->objects, count, request->touch, response.bytes, in_memory);
   for (size_t i = 0; i < count; i++) {
-    qkvi_object_info info;
-    qkvi_object *object = qkvi_objects_find(daemon->objects, tenant, request->objects[i], request->touch);
-    if (object == NULL) continue;
-    qkvi_object_read_info(daemon->objects, object, &info);
-    qkvi_object_unref(daemon->objects, &object);
-    response.bytes[i] = info.config.bytes;
-    response.presence[i] = info.bytes_in_memory == info.config.bytes
-                               ? QKV__V1__HAS_OBJECTS_RESPONSE__PRESENCE__PRESENCE_MEMORY
-                               : QKV__V1__HAS_OBJECTS_RESPONSE__PRESENCE__PRESENCE_SSD;
+    if (response.bytes[i] > 0)
+      response.presence[i] = in_memory[i] == response.bytes[i]
+                                 ? QKV__V1__HAS_OBJECTS_RESPONSE__PRESENCE__PRESENCE_MEMORY
+                                 : QKV__V1__HAS_OBJECTS_RESPONSE__PRESENCE__PRESENCE_SSD;
   }
   qkvi_control_reply(call, &response.base);
   free(response.presence);
   free(response.bytes);
+  free(in_memory);
 }
 
 static void on_has(qkv_rpc_call *call, qkv_bytes message) {

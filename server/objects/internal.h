@@ -44,6 +44,14 @@ struct qkvi_object {
   qkvi_object_part part[];
 };
 
+// A walk over the table, in the order in which objects were published, that gives the lock to others on the way.
+// Those that are published meanwhile come last: it ends before them.
+typedef struct qkvi_objects_walk {
+  qkvi_object *next;                  // NULL: it has ended
+  size_t left;                        // objects that it visits at most
+  struct qkvi_objects_walk *further;  // another walk
+} qkvi_objects_walk;
+
 struct qkvi_objects {
   qkv_store *store;
   const qkv_server_options *options;
@@ -52,6 +60,7 @@ struct qkvi_objects {
 
   pthread_mutex_t lock;               // of all below
   qkvi_object *table;                 // published ones, by tenant and name
+  qkvi_objects_walk *walks;           // over the table
   qkvi_object *oldest;                // the list by last use
   qkvi_object *warm;                  // those that have bytes in memory, by last use
   qkvi_object *cursors[QKVI_PASSES];  // in this list: where a pass goes on
@@ -79,6 +88,8 @@ void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object);
 // The same, and on the SSD; `done` as of qkv_storage_session_close.
 void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_done_fn *done, void *context);
 void qkvi_objects_release(qkvi_objects *objects, qkvi_object *object);
+// Counts as a use of it.
+void qkvi_object_use(qkvi_objects *objects, qkvi_object *object);
 void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object);
 // Whether a part is durable; one that is not being written is put.
 bool qkvi_object_settle_part(qkvi_objects *objects, qkvi_object *object, size_t part);

@@ -234,6 +234,9 @@ void qkvi_objects_publish_found(qkvi_objects *objects, qkvi_object *object) {
 void qkvi_objects_remove(qkvi_objects *objects, qkvi_object *object) {
   if (object->listed) {
     objects->undurable -= object->entry == QKVI_ENTRY_FAILED;
+    for (qkvi_objects_walk *walk = objects->walks; walk != NULL; walk = walk->further) {
+      if (walk->next == object) walk->next = object->hh.next;
+    }
     HASH_DEL(objects->table, object);
     qkv_account_drop_object(object->account);
     objects->bytes -= object->config.bytes;
@@ -258,7 +261,7 @@ void qkvi_objects_drop(qkvi_objects *objects, qkvi_object *object, qkv_storage_d
   qkvi_objects_remove(objects, object);
 }
 
-static void use(qkvi_objects *objects, qkvi_object *object) {
+void qkvi_object_use(qkvi_objects *objects, qkvi_object *object) {
   const bool warm = object->prev_warm != NULL;
   remove_warm(objects, object);
   object->used_ms = qkv_now_ms();
@@ -272,7 +275,7 @@ qkvi_object *qkvi_objects_find(qkvi_objects *objects, const char *tenant, const 
   qkvi_objects_lock(objects);
   qkvi_object *found = qkvi_objects_look_up(objects, tenant, name);
   if (found != NULL) found->references++;
-  if (found != NULL && touch) use(objects, found);
+  if (found != NULL && touch) qkvi_object_use(objects, found);
   qkvi_objects_unlock(objects);
   return found;
 }
@@ -328,7 +331,7 @@ static qkv_status publish(qkvi_objects *objects, qkvi_object *object, bool repla
   if (object->number != 0) QKV_TRY(qkvi_object_journal(objects, object, wait, error));
   if (old != NULL) qkvi_objects_drop(objects, old, NULL, NULL);
   if (object->number != 0) object->entry = QKVI_ENTRY_UNDER_WAY;
-  use(objects, object);
+  qkvi_object_use(objects, object);
   qkvi_objects_publish_found(objects, object);
   qkv_metric_add(&objects->metrics[QKV_METRIC_OBJECTS_PUT], 1);
   return QKV_OK;
@@ -370,7 +373,7 @@ qkv_status qkvi_object_publish(qkvi_objects *objects, const qkv_rpc_call *call, 
     qkvi_objects_unlock(objects);
     return status == QKV_OK && sync ? qkvi_object_await_journal(objects, object, &wait, error) : status;
   }
-  use(objects, held);
+  qkvi_object_use(objects, held);
   held->references++;
   qkvi_objects_unlock(objects);
   const qkv_status status = sync ? qkvi_object_sync(objects, call, held, error) : QKV_OK;
@@ -413,34 +416,6 @@ bool qkvi_objects_delete(qkvi_objects_deletion *deletion, const char *tenant, co
   if (found != NULL) qkvi_objects_drop(objects, found, stored ? on_deleted : NULL, deletion);
   qkvi_objects_unlock(objects);
   return found != NULL;
-}
-
-static int by_name(const void *a, const void *b) {
-  const qkvi_object *const *first = a, *const *second = b;
-  return strcmp((*first)->config.name, (*second)->config.name);
-}
-
-size_t qkvi_objects_list(qkvi_objects *objects, const char *tenant, const char *prefix, const char *after,
-                         qkvi_object **out, size_t max) {
-  size_t count = 0;
-  qkvi_objects_lock(objects);
-  qkvi_object **all = calloc(HASH_COUNT(objects->table) + 1, sizeof *all);
-  if (all == NULL) abort();
-  for (qkvi_object *at = objects->table; at != NULL; at = at->hh.next) {
-    const char *name = at->config.name;
-    if (strcmp(at->config.tenant, tenant) == 0 && strncmp(name, prefix, strlen(prefix)) == 0 &&
-        strcmp(name, after) > 0)
-      all[count++] = at;
-  }
-  qsort((void *)all, count, sizeof *all, by_name);
-  if (count > max) count = max;
-  for (size_t i = 0; i < count; i++) {
-    out[i] = all[i];
-    out[i]->references++;
-  }
-  qkvi_objects_unlock(objects);
-  free((void *)all);
-  return count;
 }
 
 // ---- Freeing memory and disk space ----

@@ -100,7 +100,12 @@ typedef struct qkvi_objects_deletion {
 bool qkvi_objects_delete(qkvi_objects_deletion *deletion, const char *tenant, const char *name);
 qkv_status qkvi_objects_deleted(qkvi_objects_deletion *deletion, qkv_error *error);
 
-// Up to `max` of a tenant's, with a reference each, by name, behind `after` and with the prefix. Returns how many.
+// Of each name that has an object: its bytes, and those of them in memory; else zeros. `touch`: it counts as a use.
+void qkvi_objects_look(qkvi_objects *objects, const char *tenant, char *const *names, size_t count, bool touch,
+                       uint64_t *bytes, uint64_t *in_memory);
+// Up to `max` of a tenant's, with a reference each, by name, behind `after` and with the prefix. Returns how many. Of
+// those that are put or deleted meanwhile any may be among them. This and the one above leave the lock to others
+// every some hundred objects.
 size_t qkvi_objects_list(qkvi_objects *objects, const char *tenant, const char *prefix, const char *after,
                          qkvi_object **out, size_t max);
 

@@ -585,3 +585,41 @@ def test_qkvctl(daemon, tmp_path):
     assert gone.returncode == 1 and "2 of 2 objects were not there" in gone.stderr
     assert run("get-object", "ctl").returncode == 2
     assert run("put-object", "ctl", str(tmp_path / "nothing")).returncode == 1
+
+
+def test_lists_while_others_change(daemon):
+    """Lists give the lock away on the way: what stays is in them once, whatever is put, replaced and deleted meanwhile."""
+    objects, stop, wrong = Objects(daemon), threading.Event(), []
+    staying = [f"list/stays-{i:04}" for i in range(1500)]
+    objects.put(*((name, b"x") for name in staying))
+
+    def change():
+        mine = Objects(daemon)
+        names = [f"list/{'a' if i % 2 else 'z'}-{i}" for i in range(300)]
+        try:
+            for turn in range(10000):
+                if stop.is_set():
+                    break
+                mine.put(*((name, bytes([turn % 256])) for name in names), replace=True)
+                if turn % 2:
+                    mine.stub.DeleteObjects(pb.DeleteObjectsRequest(objects=names), timeout=TIMEOUT)
+        except grpc.RpcError as error:
+            wrong.append(error)
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        for page_size in (1000, 70, 0, 333, 1):
+            found, token = [], ""
+            while not found or token:
+                answer = objects.list(prefix="list/", page_size=page_size, page_token=token)
+                names = [info.object for info in answer.objects]
+                assert names == sorted(set(names)) and (not found or not names or names[0] > found[-1])
+                found += names
+                token = answer.next_page_token if page_size != 1 or len(found) < 30 else ""
+            if page_size != 1:
+                assert [name for name in found if name in set(staying)] == staying
+    finally:
+        stop.set()
+        changer.join()
+    assert not wrong
+    objects.stub.DeleteObjects(pb.DeleteObjectsRequest(objects=staying), timeout=TIMEOUT)
