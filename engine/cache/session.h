@@ -144,6 +144,8 @@ typedef struct qkv_append_use {
                         // and pages of them that another session holds are taken instead of coded (session_share.h).
                         // NULL: not known
   bool separate;        // every page is coded
+  bool at_once;         // where another append has the layer, which may code pages for long: UNAVAILABLE, with *error
+                        // left alone and nothing changed
   const qkv_row_encoder *encoder;  // of these rows (device.h); NULL: none
   uint64_t pages_shared;           // out: pages that were taken
 } qkv_append_use;

@@ -57,15 +57,19 @@ static void looked(const qkv_layer_access *access) {
   qkv_session_read_done(change->session, change->layer);
 }
 
-qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *headroom,
-                                   qkvi_row_change *change) {
+static qkv_layer *begin_locked(qkv_session *session, uint32_t layer, uint64_t *headroom, qkvi_row_change *change) {
   locked_layer *locked = layer_at(session, layer);
   *change = (qkvi_row_change){
       .access = {.enter = enter, .leave = leave, .look = look, .looked = looked}, .session = session, .layer = layer};
-  qkvi_session_lock_rows(locked);
   locked->layer.access = &change->access;
   locked->layer.append_headroom = headroom;
   return &locked->layer;
+}
+
+qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *headroom,
+                                   qkvi_row_change *change) {
+  qkvi_session_lock_rows(layer_at(session, layer));
+  return begin_locked(session, layer, headroom, change);
 }
 
 void qkvi_session_end_rows(const qkvi_row_change *change) {
@@ -119,6 +123,12 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
                                error);
 }
 
+static bool lock_rows(qkv_session *session, uint32_t layer, bool at_once) {
+  if (at_once) return pthread_mutex_trylock(&layer_at(session, layer)->rows) == 0;
+  qkvi_session_lock_rows(layer_at(session, layer));
+  return true;
+}
+
 qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_append_use *use, uint64_t position,
                                  const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
                                  uint64_t *length, qkv_error *error) {
@@ -127,7 +137,8 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
   QKV_TRY(qkvi_session_check_layer(session, layer, error));
   QKV_TRY(qkvi_session_make_layers(session, use->headroom, error));
   qkvi_session_touch_layer(session, layer);
-  qkv_layer *appending = qkvi_session_begin_rows(session, layer, use->headroom, &change);
+  if (!lock_rows(session, layer, use->at_once)) return QKV_UNAVAILABLE;
+  qkv_layer *appending = begin_locked(session, layer, use->headroom, &change);
   change.used_ms = qkv_session_last_used_ms(session);
   const bool renewed = renew_coder(session, layer);
   const qkv_row_ids ids = row_ids(use->ids, position, k);

@@ -63,19 +63,22 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
   return qkvi_restore(daemon->residency, &wanted, headroom, error);
 }
 
-// `headroom` NULL: without a reservation. With `at_once` the layer is not waited for.
+// `headroom` NULL: without a reservation. UNAVAILABLE where it would have to wait for more than `waits`, or where
+// pages have to come back.
 static qkv_status append_once(const qkv_daemon *daemon, qkv_session *session, const qkvi_item *item,
-                              qkvi_append_ids *ids, uint64_t *headroom, bool at_once, uint64_t *appended,
+                              qkvi_append_ids *ids, uint64_t *headroom, qkvi_waits waits, uint64_t *appended,
                               uint64_t *length, qkv_error *error) {
   qkv_append_use use = {.headroom = headroom,
                         .ids = ids->count == 0 ? NULL : ids->ids,
                         .separate = daemon->options->separate_appends,
+                        .at_once = (waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0,
                         .encoder = item->source.encoder.encode != NULL ? &item->source.encoder : NULL};
   QKV_TRY(qkvi_append_ids_reserve(ids, headroom, error));
-  const qkv_status status = at_once ? qkv_session_try_append(session, item->layer, use.ids, item->position, &item->k,
-                                                             &item->v, item->k_before_rope, appended, length, error)
-                                    : qkv_session_append_in(session, item->layer, &use, item->position, &item->k,
-                                                            &item->v, item->k_before_rope, appended, length, error);
+  const qkv_status status = (waits & QKVI_WAIT_LAYERS) == 0
+                                ? qkv_session_try_append(session, item->layer, use.ids, item->position, &item->k,
+                                                         &item->v, item->k_before_rope, appended, length, error)
+                                : qkv_session_append_in(session, item->layer, &use, item->position, &item->k,
+                                                        &item->v, item->k_before_rope, appended, length, error);
   qkvi_append_ids_done(ids, status == QKV_OK);
   ids->pages_shared += use.pages_shared;
   return status;
@@ -89,11 +92,18 @@ static qkv_status append_waiting(const qkv_rpc_call *call, qkv_session *session,
     uint64_t headroom = 0;
     *error = (qkv_error){0};
     if (i > 0) QKV_TRY(prepare(call, session, item, ids, &headroom, error));
-    status = append_once(daemon, session, item, ids, &headroom, false, appended, length, error);
+    status = append_once(daemon, session, item, ids, &headroom, QKVI_WAIT_LAYERS | QKVI_WAIT_DISK, appended, length,
+                         error);
     qkvi_budget_unreserve(daemon->residency, &headroom);
     if (i > 0) qkvi_budget_release(daemon->residency, session, item->layer);
   }
   return status;
+}
+
+// After layers the rows, or the disk, where pages may have to come back.
+static qkvi_waits next_wait(const qkv_daemon *daemon, qkvi_waits waits, bool full) {
+  if (!full && (waits & QKVI_WAIT_LAYERS) == 0) return QKVI_WAIT_LAYERS;
+  return daemon->residency != NULL ? QKVI_WAIT_DISK : QKVI_WAIT_ROWS;
 }
 
 static qkv_status append_with_ids(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
@@ -105,12 +115,10 @@ static qkv_status append_with_ids(const qkv_rpc_call *call, qkv_session *session
   if ((*waits & QKVI_WAIT_DISK) != 0) {
     status = append_waiting(call, session, item, ids, appended, length, &reason);
   } else {
-    status =
-        append_once(daemon, session, item, ids, NULL, (*waits & QKVI_WAIT_LAYERS) == 0, appended, length, &reason);
-    const bool cold = status == QKV_UNAVAILABLE && (*waits & QKVI_WAIT_LAYERS) != 0;
+    status = append_once(daemon, session, item, ids, NULL, *waits, appended, length, &reason);
     const bool full = status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL;
     if (status == QKV_UNAVAILABLE || full) {
-      *waits |= cold || full ? QKVI_WAIT_DISK : QKVI_WAIT_LAYERS;
+      *waits |= next_wait(daemon, *waits, full);
       return QKV_UNAVAILABLE;
     }
   }

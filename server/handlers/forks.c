@@ -158,7 +158,8 @@ static void fork_job(void *context) {
 }
 
 static void on_fork(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__fork_request__descriptor, qkvi_session_waits(call), fork_job);
+  qkvi_request_job(call, message, &qkv__v1__fork_request__descriptor, qkvi_session_waits(call) | QKVI_WAIT_ROWS,
+                   fork_job);
 }
 
 const qkv_rpc_method qkvi_forks_methods[] = {

@@ -15,7 +15,7 @@ qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error) {
 }
 
 qkv_work qkvi_work_of(qkvi_waits waits, bool bulk) {
-  if ((waits & QKVI_WAIT_DISK) != 0) return bulk ? QKV_WORK_BULK_BLOCKING : QKV_WORK_BLOCKING;
+  if ((waits & (QKVI_WAIT_DISK | QKVI_WAIT_ROWS)) != 0) return bulk ? QKV_WORK_BULK_BLOCKING : QKV_WORK_BLOCKING;
   return bulk ? QKV_WORK_BULK : QKV_WORK_INTERACTIVE;
 }
 

@@ -286,7 +286,8 @@ static void truncate_job(void *context) {
 }
 
 static void on_truncate(qkv_rpc_call *call, qkv_bytes message) {
-  qkvi_request_job(call, message, &qkv__v1__truncate_request__descriptor, qkvi_session_waits(call), truncate_job);
+  qkvi_request_job(call, message, &qkv__v1__truncate_request__descriptor, qkvi_session_waits(call) | QKVI_WAIT_ROWS,
+                   truncate_job);
 }
 
 const qkv_rpc_method qkvi_sessions_methods[] = {

@@ -4,13 +4,14 @@ import copy
 import json
 import os
 import subprocess
+import time
 
 import grpc
 import numpy as np
 import pytest
 
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
-from kv import TIMEOUT, Cache, Tenant, refused
+from kv import FP16, TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import objects_pb2, objects_pb2_grpc
 
@@ -370,6 +371,36 @@ def test_lines_that_name_a_session_name_its_tenant(daemon, name):
         return [line for line in lines if line["session"] == name]
     wait_for(lambda: len(lines()) == 2, "the sessions do not expire")
     assert sorted(line.get("tenant", "") for line in lines()) == list(TENANTS)
+
+
+def test_appends_to_one_layer_leave_threads():
+    """A long append codes its pages, more appends to its layer wait for it than there are threads that compute: another tenant's
+    rows are read before it ends."""
+    with Daemon("--threads", "2", "--codec", "ecsq", "--calibrate-tokens", "0") as daemon:
+        other = Cache(Tenant(daemon.stub(), "b"), "read", layers=1)
+        other.append(0, *other.rows(256))
+        cache = Cache(Tenant(daemon.stub(), "a"), "appended", layers=1, kv_heads=8, q_heads=8, key_dim=128, value_dim=128,
+                      dtype=FP16, recent_window=0)
+        append = daemon.stub().Append
+
+        def begin(position, tokens):
+            request = kv.AppendRequest(items=[cache.item(position, *cache.rows(tokens), dtype=FP16)])
+            return append.future(iter([request]), timeout=TIMEOUT, metadata=(("qkv-tenant", "a"),))
+
+        long = begin(0, 12000)
+        waiting = [begin(1 << 20, 1)]
+        time.sleep(0.05)
+        while waiting[0].done() and not long.done():  # it was refused: the long one has not begun
+            waiting[0] = begin(1 << 20, 1)
+            time.sleep(0.05)
+        waiting += [begin(1 << 20, 1) for _ in range(8)]
+        wait_for(lambda: daemon.metric("qkvd_calls_running") >= 1 + len(waiting) or long.done(), "the appends are not there")
+        queued = [daemon.metric("qkvd_queue_jobs") for _ in range(10)]
+        assert min(queued) <= 1, "all but one have a thread that may wait, else two"
+        assert other.fetch()[0].shape[0] == 256
+        for call in waiting:
+            assert call.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert long.code() == grpc.StatusCode.OK
 
 
 def test_qkvctl(daemon, name, tmp_path):

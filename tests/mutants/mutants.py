@@ -149,6 +149,13 @@ MUTANTS = [
      "  for (size_t i = layer->range_count; i < layer->range_count; i++) drop_unseen(layer, i);\n", SHARED),
     ("pages come back without a reservation", "server/residency/restore.c",
      "  uint64_t part = take_part(all, cost);\n", "  uint64_t part = take_part(all, 0);\n", "server/residency"),
+    # ---- Threads ----
+    ("a flow has all threads that may wait", "engine/base/pool.c", "config->waits ? config->threads : 0", "0",
+     "engine/base/pool|engine/base/executor|e2e/quotas"),
+    ("threads on demand do not call each other", "engine/base/pool.c", "  if (pool->config.on_demand) call_thread(pool);",
+     "  if (pool->ending) call_thread(pool);", "engine/base/pool"),
+    ("a job that computes waits for another append", "server/handlers/append.c",
+     "(waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0", "false", "e2e/tenants"),
     # ---- Shared pages ----
     ("a fork writes into shared rows", "engine/cache/layer_tail.c",
      "  if (block->share == NULL) return false;\n  if (!qkvi_block_is_shared(block)) {",
@@ -235,9 +242,7 @@ MUTANTS = [
      "engine/cache/layer_rows|e2e/crash"),
     # ---- Memory on paths that fail ----
     ("a reservation leaks where an append fails", "server/handlers/append.c",
-     "    status = append_once(daemon, session, item, ids, &headroom, false, appended, length, error);\n"
      "    qkvi_budget_unreserve(daemon->residency, &headroom);\n",
-     "    status = append_once(daemon, session, item, ids, &headroom, false, appended, length, error);\n"
      "    if (status == QKV_OK) qkvi_budget_unreserve(daemon->residency, &headroom);\n", "e2e/storage"),
     ("token ids stay reserved where an append fails", "server/handlers/append_ids.c",
      "  qkv_arena_unreserve(ids->tokens->config.arena, ids->reserved);\n",

@@ -315,6 +315,61 @@ static void test_tries_and_info_do_not_wait(void **state) {
   teardown_scene(&s);
 }
 
+// Asked for the page of an append, which has the layer's rows meanwhile.
+typedef struct asking_encoder {
+  qkv_row_encoder base;
+  scene *scene;
+  int asked;
+  qkv_status same, other;  // of appends to this layer and to another one
+  qkv_error error;
+} asking_encoder;
+
+static qkv_status append_at_once(scene *s, uint32_t layer, qkv_error *error) {
+  row_pair pair;
+  uint64_t appended = 99, length = 99;
+  make_pair(&pair, &s->rows, 0, 1, QKV_FP16);
+  const qkv_status status = qkv_session_append_in(s->session, layer, &(qkv_append_use){.at_once = true}, 3,
+                                                  &pair.k.tensor, &pair.v.tensor, false, &appended, &length, error);
+  assert_int_equal(appended, status == QKV_OK ? 1 : 0);
+  free_pair(&pair);
+  return status;
+}
+
+static bool ask(const qkv_row_encoder *encoder, const qkv_row_page *page, void *image, size_t *bytes) {
+  asking_encoder *own = (asking_encoder *)encoder;
+  (void)page;
+  (void)image;
+  (void)bytes;
+  if (own->asked++ > 0) return false;
+  own->same = append_at_once(own->scene, 0, &own->error);
+  own->other = append_at_once(own->scene, 1, &own->error);
+  return false;
+}
+
+// An append that is in a hurry does not wait for another one to the layer; to other layers, and when that is over, it
+// is like any other.
+static void test_append_at_once(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s);
+  asking_encoder asking = {.base = {.encode = ask}, .scene = &s};
+  row_pair pair;
+  uint64_t appended, length;
+  make_pair(&pair, &s.rows, 0, 100, QKV_FP16);
+  assert_int_equal(qkv_session_append_in(s.session, 0, &(qkv_append_use){.encoder = &asking.base}, 3, &pair.k.tensor,
+                                         &pair.v.tensor, false, &appended, &length, NULL),
+                   QKV_OK);
+  assert_int_equal(appended, 100);
+  assert_int_equal(asking.asked, 1);
+  assert_int_equal(asking.same, QKV_UNAVAILABLE);
+  assert_int_equal(asking.other, QKV_OK);
+  assert_string_equal(asking.error.text, "");
+  qkv_error error = {0};
+  assert_int_equal(append_at_once(&s, 2, &error), QKV_OK);
+  free_pair(&pair);
+  teardown_scene(&s);
+}
+
 // ---- The time of day, set by somebody ----
 
 static _Atomic int64_t set_by_s;
@@ -353,7 +408,7 @@ int main(void) {
       cmocka_unit_test(test_layer_out_of_range),       cmocka_unit_test(test_truncation),
       cmocka_unit_test(test_the_last_reference_frees), cmocka_unit_test(test_the_fixed_cost),
       cmocka_unit_test(test_a_writer_gets_in),         cmocka_unit_test(test_tries_and_info_do_not_wait),
-      cmocka_unit_test(test_the_clock_is_set),
+      cmocka_unit_test(test_append_at_once),           cmocka_unit_test(test_the_clock_is_set),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
