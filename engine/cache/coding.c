@@ -5,6 +5,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include <xxhash.h>
+
 // What one codec made for the layers that it codes.
 typedef struct coders_of {
   const qkv_codec *codec;
@@ -20,13 +22,16 @@ struct qkv_coding {
   uint64_t bytes;
   coders_of *made;
   size_t made_count;
-  qkv_coding *next;
+  qkv_coding *next;           // of the same chain
+  qkv_coding *another;        // with a calibration: of the same chain of calibrations
   const qkv_coder *layers[];  // [model->layers]
 };
 
 // Those in use, and the memory of all of them.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static qkv_coding *codings;
+enum { CHAINS = 4096 };
+static qkv_coding *codings[CHAINS];          // by what `same` compares
+static qkv_coding *of_calibrations[CHAINS];  // by model and version
 static uint64_t held;
 
 static uint32_t version_of(const qkv_calibration *calibration) {
@@ -37,6 +42,24 @@ static bool same(const qkv_coding *coding, const qkv_model *model, const qkv_pol
                  const qkv_calibration *calibration) {
   return coding->model == model && version_of(coding->calibration) == version_of(calibration) &&
          coding->purpose == purpose && qkv_policy_equal(&coding->policy, policy);
+}
+
+static qkv_coding **chain_of(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
+                             const qkv_calibration *calibration) {
+  const struct {
+    const void *model;
+    uint64_t policy;
+    uint32_t purpose, version;
+  } key = {model, qkv_policy_hash(policy), (uint32_t)purpose, version_of(calibration)};
+  return &codings[XXH3_64bits(&key, sizeof key) % CHAINS];
+}
+
+static qkv_coding **chain_of_calibration(const qkv_model *model, uint32_t version) {
+  const struct {
+    const void *model;
+    uint64_t version;
+  } key = {model, version};
+  return &of_calibrations[XXH3_64bits(&key, sizeof key) % CHAINS];
 }
 
 static bool has_codec(const qkv_coding *coding, const qkv_codec *codec) {
@@ -101,9 +124,9 @@ uint64_t qkv_coding_bytes_held(void) {
 
 const qkv_calibration *qkv_coding_find_calibration(const qkv_model *model, uint32_t version) {
   (void)pthread_mutex_lock(&lock);
-  const qkv_coding *coding = codings;
+  const qkv_coding *coding = *chain_of_calibration(model, version);
   while (coding != NULL && (coding->model != model || version_of(coding->calibration) != version)) {
-    coding = coding->next;
+    coding = coding->another;
   }
   const qkv_calibration *found = coding == NULL ? NULL : qkv_calibration_ref(coding->calibration);
   (void)pthread_mutex_unlock(&lock);
@@ -135,13 +158,18 @@ static void destroy(qkv_coding *coding) {
 // With a reference for the caller; NULL: there is none, so `made` is taken where it is not NULL. Under the lock.
 static qkv_coding *find_or_add(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
                                const qkv_calibration *calibration, qkv_coding *made) {
-  qkv_coding *coding = codings;
+  qkv_coding **chain = chain_of(model, policy, purpose, calibration), *coding = *chain;
   while (coding != NULL && !same(coding, model, policy, purpose, calibration)) coding = coding->next;
   if (coding == NULL && made != NULL) {
     coding = made;
-    coding->next = codings;
-    codings = coding;
+    coding->next = *chain;
+    *chain = coding;
     held += coding->bytes;
+    if (calibration != NULL) {
+      chain = chain_of_calibration(model, version_of(calibration));
+      coding->another = *chain;
+      *chain = coding;
+    }
   }
   if (coding != NULL) (void)atomic_fetch_add_explicit(&coding->references, 1, memory_order_relaxed);
   return coding;
@@ -158,6 +186,11 @@ static qkv_policy key_of(const qkv_policy *policy) {
 bool qkv_coding_alike(const qkv_policy *a, const qkv_policy *b) {
   const qkv_policy first = key_of(a), second = key_of(b);
   return qkv_policy_equal(&first, &second);
+}
+
+uint64_t qkv_coding_hash(const qkv_policy *policy) {
+  const qkv_policy key = key_of(policy);
+  return qkv_policy_hash(&key);
 }
 
 qkv_coding *qkv_coding_get(const qkv_model *model, const qkv_policy *policy, qkv_purpose purpose,
@@ -186,9 +219,13 @@ qkv_coding *qkv_coding_ref(qkv_coding *coding) {
 
 static void take_out(const qkv_coding *coding) {
   held -= coding->bytes;
-  qkv_coding **at = &codings;
+  qkv_coding **at = chain_of(coding->model, &coding->policy, coding->purpose, coding->calibration);
   while (*at != coding) at = &(*at)->next;
   *at = coding->next;
+  if (coding->calibration == NULL) return;
+  at = chain_of_calibration(coding->model, version_of(coding->calibration));
+  while (*at != coding) at = &(*at)->another;
+  *at = coding->another;
 }
 
 void qkv_coding_unref(qkv_coding **coding) {

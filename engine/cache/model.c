@@ -6,6 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <xxhash.h>
+
 // The next level's bits. Where that level has another codec, bits that this one does not have become its default: 4
 // bits go with int8 as 8. Those of the same codec stay, right or wrong, for the check.
 static double merged_bits(const qkv_codec *codec, const qkv_codec *fallback, double bits) {
@@ -299,6 +301,34 @@ bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b) {
          a->low_rank_said == b->low_rank_said && a->low_rank.mode == b->low_rank.mode &&
          a->low_rank.rank == b->low_rank.rank && a->learn_said == b->learn_said && a->learn == b->learn &&
          a->gqa_said == b->gqa_said && a->gqa_compensation == b->gqa_compensation;
+}
+
+// Numbers: adding 0 makes one of the two zeros.
+uint64_t qkv_policy_hash(const qkv_policy *policy) {
+  struct {
+    const void *codec, *codec_v;
+    uint32_t parameters[2][QKV_PARAMETERS_MAX];
+    double bits_k, bits_v, threshold;
+    int64_t recent_window, sink_tokens;
+    uint32_t anchor_kind, anchor_every, low_rank_mode, rank, flags;
+  } key;
+  memset(&key, 0, sizeof key);
+  key.codec = policy->codec;
+  key.codec_v = policy->codec_v;
+  memcpy(key.parameters, policy->parameters, sizeof key.parameters);
+  key.bits_k = policy->bits_k + 0;
+  key.bits_v = policy->bits_v + 0;
+  key.threshold = (double)policy->anchor.threshold + 0;
+  key.recent_window = policy->recent_window;
+  key.sink_tokens = policy->sink_tokens;
+  key.anchor_kind = (uint32_t)policy->anchor.kind;
+  key.anchor_every = policy->anchor.every;
+  key.low_rank_mode = (uint32_t)policy->low_rank.mode;
+  key.rank = policy->low_rank.rank;
+  key.flags = (uint32_t)policy->anchor_said | (uint32_t)policy->low_rank_said << 1 |
+              (uint32_t)policy->learn_said << 2 | (uint32_t)policy->learn << 3 | (uint32_t)policy->gqa_said << 4 |
+              (uint32_t)policy->gqa_compensation << 5;
+  return XXH3_64bits(&key, sizeof key);
 }
 
 static bool overrides_equal(const qkv_model *a, const qkv_model *b) {

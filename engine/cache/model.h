@@ -27,6 +27,8 @@ void qkv_policy_merge(qkv_policy *policy, const qkv_policy *fallback);
 qkv_status qkv_policy_check(const qkv_policy *policy, qkv_error *error);
 // Whether two policies are the same in every field.
 bool qkv_policy_equal(const qkv_policy *a, const qkv_policy *b);
+// Equal policies have the same.
+uint64_t qkv_policy_hash(const qkv_policy *policy);
 
 // Settings of one layer. 0, or a field that is not set: as in the model. A field that the policy sets overrides the
 // session's.

@@ -41,16 +41,15 @@ static const char *text_of(const char *text) {
 // What kinds mostly differ by.
 static entry **chain_of(const qkv_session_config *config, const qkv_model *model, const qkv_arena *arena) {
   const struct {
-    const void *model, *arena, *codec, *codec_v;
-    double bits_k, bits_v, tier_bits, max_attention_error;
+    const void *model, *arena;
+    uint64_t policy, first_position;
+    double tier_bits, max_attention_error;
   } key = {.model = model,
            .arena = arena,
-           .codec = config->policy.codec,
-           .codec_v = config->policy.codec_v,
-           .bits_k = config->policy.bits_k,
-           .bits_v = config->policy.bits_v,
-           .tier_bits = config->tier_bits,
-           .max_attention_error = config->max_attention_error};
+           .policy = qkv_policy_hash(&config->policy),
+           .first_position = config->first_position,
+           .tier_bits = config->tier_bits + 0,
+           .max_attention_error = config->max_attention_error + 0};
   return &chains[XXH3_64bits(&key, sizeof key) % CHAINS];
 }
 
@@ -91,14 +90,9 @@ static entry *create(const qkv_session_config *config, const qkv_model *model, q
 
 static coders **coder_chain_of(const qkv_session_config *config, const qkv_model *model, const qkv_arena *arena) {
   const struct {
-    const void *model, *arena, *codec, *codec_v;
-    double bits_k, bits_v;
-  } key = {.model = model,
-           .arena = arena,
-           .codec = config->policy.codec,
-           .codec_v = config->policy.codec_v,
-           .bits_k = config->policy.bits_k,
-           .bits_v = config->policy.bits_v};
+    const void *model, *arena;
+    uint64_t coding;
+  } key = {model, arena, qkv_coding_hash(&config->policy)};
   return &coder_chains[XXH3_64bits(&key, sizeof key) % CHAINS];
 }
 

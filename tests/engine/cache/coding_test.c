@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include "engine/base/clock.h"
 #include "tests/engine/cache/fixture.h"
 
 static qkv_model turning_model(double theta) {
@@ -78,6 +79,39 @@ static void test_cost_of_every_codec(void **state) {
       }
     }
   }
+}
+
+static double time_gets(const qkv_model *model, const qkv_policy *policy) {
+  enum { TRIES = 20, GETS = 100 };
+  double least = INFINITY;
+  for (int i = 0; i < TRIES; i++) {
+    const double begin = qkv_now_s();
+    for (int j = 0; j < GETS; j++) {
+      qkv_coding *coding = qkv_coding_get(model, policy, QKV_PURPOSE_ATTEND, NULL);
+      qkv_coding_unref(&coding);
+    }
+    least = fmin(least, qkv_now_s() - begin);
+  }
+  return least;
+}
+
+// Sessions of very many policies make no others look for their codings.
+static void test_many_codings(void **state) {
+  (void)state;
+  enum { OTHERS = 4096 };
+  const qkv_model model = turning_model(0), crowded = turning_model(0);
+  const qkv_policy policy = test_policy(4, 4, 8);
+  static qkv_coding *others[OTHERS];
+  qkv_coding *coding = qkv_coding_get(&model, &policy, QKV_PURPOSE_ATTEND, NULL);
+  const double alone = time_gets(&model, &policy);
+  for (int i = 0; i < OTHERS; i++) {
+    const qkv_policy other = test_policy((1 + i % 64) / 8.0, (1 + i / 64) / 8.0, 8);
+    others[i] = qkv_coding_get(&crowded, &other, QKV_PURPOSE_ATTEND, NULL);
+  }
+  const double among = time_gets(&model, &policy);
+  for (int i = 0; i < OTHERS; i++) qkv_coding_unref(&others[i]);
+  qkv_coding_unref(&coding);
+  if (among > 20 * alone) fail_msg("alone %g s, among %d others %g", alone, OTHERS, among);
 }
 
 typedef struct getter {
@@ -221,6 +255,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_what_is_alike_is_shared),
       cmocka_unit_test(test_cost_of_every_codec),
+      cmocka_unit_test(test_many_codings),
       cmocka_unit_test(test_threads_share_one),
       cmocka_unit_test(test_coders_are_as_the_policy_says),
       cmocka_unit_test(test_frames),
