@@ -68,6 +68,16 @@ static void charge_data(qkvi_http2_frames *frames, uint8_t flags, uint32_t lengt
   if (length >= MESSAGE_HEAD_BYTES) give_back(frames);
 }
 
+qkvi_http2_verdict qkvi_http2_frames_records(qkvi_http2_frames *frames, uint32_t records, uint32_t handshakes,
+                                             uint64_t points_s, uint64_t now_ns) {
+  enum { RECORD_WORK = 2, HANDSHAKE_WORK = 20, HANDSHAKE_POINTS = 100 };
+  charge(frames, (uint64_t)handshakes * HANDSHAKE_POINTS,
+         (uint64_t)records * RECORD_WORK + (uint64_t)handshakes * HANDSHAKE_WORK);
+  if (handshakes == 0 || points_s == 0) return QKVI_HTTP2_GOOD;
+  const uint64_t points = qkvi_http2_frames_points(frames, points_s, now_ns);
+  return points > points_s * QKVI_HTTP2_BURST_S ? QKVI_HTTP2_CONTROL_FRAMES : QKVI_HTTP2_GOOD;
+}
+
 // ---- Where frames begin ----
 
 // Takes bytes of a frame's head, as many as there are. True: it is whole.

@@ -15,6 +15,8 @@
 //   WINDOW_UPDATE by less than 1024 bytes               1 for 64             1
 //   DATA without payload that does not end its stream   1                    1
 //   all others                                          0                    1 + 1 for each 8 KiB
+//   (TLS) a record                                      0                    2
+//   (TLS) KeyUpdate                                     100                  20
 //
 // `work` is about the microseconds that gRPC and the server take for them; the caller uses it to be fair
 // (server/rpc/inspect.h).
@@ -82,6 +84,11 @@ uint64_t qkvi_http2_frames_points(qkvi_http2_frames *frames, uint64_t points_s, 
 // other than GOOD no more may be read.
 qkvi_http2_verdict qkvi_http2_frames_read(qkvi_http2_frames *frames, const uint8_t *bytes, size_t count,
                                           uint64_t points_s, uint64_t (*now_ns)(void));
+
+// Takes TLS records of the connection, of any content, and messages of a handshake that is over: KeyUpdate. Before
+// the frames that the records held.
+qkvi_http2_verdict qkvi_http2_frames_records(qkvi_http2_frames *frames, uint32_t records, uint32_t handshakes,
+                                             uint64_t points_s, uint64_t now_ns);
 
 // Takes the next bytes that gRPC has sent to the client: streams that it has ended are ended.
 void qkvi_http2_replies_read(qkvi_http2_cursor *cursor, qkvi_http2_streams *streams, const uint8_t *bytes,

@@ -560,13 +560,41 @@ static bool find_linked(const SSL *ssl, passing *found) {
   return found->connection != NULL;
 }
 
+// What the call of SSL_read on this thread has come by: OpenSSL reads on while records have no data.
+static _Thread_local uint32_t records, handshakes;
+
+static void on_protocol(int written, int version, int type, const void *bytes, size_t count, SSL *ssl, void *unused) {
+  (void)version, (void)bytes, (void)count, (void)ssl, (void)unused;
+  if (written) return;
+  records += type == SSL3_RT_HEADER;
+  handshakes += type == SSL3_RT_HANDSHAKE;
+}
+
+static qkvi_http2_verdict count_records(const passing *sent) {
+  inspected *connection = sent->connection;
+  qkvi_http2_verdict verdict = QKVI_HTTP2_GOOD;
+  pthread_mutex_lock(&connection->lock);
+  if (is_same(connection, sent->serial))
+    verdict = qkvi_http2_frames_records(&connection->frames, records, handshakes, points_s, qkv_stage_now());
+  if (verdict != QKVI_HTTP2_GOOD) close_for(connection, sent->file, verdict);
+  pthread_mutex_unlock(&connection->lock);
+  return verdict;
+}
+
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
 int SSL_read(SSL *ssl, void *bytes, int most) {
   static _Atomic(int (*)(SSL *, void *, int)) real;
-  if (real == NULL) real = (int (*)(SSL *, void *, int))dlsym(RTLD_NEXT, "SSL_read");
-  const int count = real(ssl, bytes, most);
   passing sent;
-  if (count <= 0 || !find_linked(ssl, &sent)) return count;
+  if (real == NULL) real = (int (*)(SSL *, void *, int))dlsym(RTLD_NEXT, "SSL_read");
+  const bool linked = find_linked(ssl, &sent);
+  if (linked) SSL_set_msg_callback(ssl, on_protocol);
+  records = handshakes = 0;
+  const int count = real(ssl, bytes, most);
+  if (linked && records > 0 && count_records(&sent) != QKVI_HTTP2_GOOD) {
+    ERR_raise(ERR_LIB_USER, ERR_R_PASSED_INVALID_ARGUMENT);
+    return -1;
+  }
+  if (count <= 0 || !linked) return count;
   sent.bytes = (size_t)count;
   sent.pieces = &(struct iovec){.iov_base = bytes, .iov_len = sent.bytes};
   sent.pieces_count = 1;

@@ -9,6 +9,8 @@
 //    socket ──► recvmsg ──► frames counted ──► gRPC ──► streams that end ──► sendmsg ──► socket
 //    socket ──► recvmsg ──► gRPC ──► SSL_read ──► frames counted ──► gRPC ──► streams that end ──► SSL_write ──► ...
 //
+// SSL_read takes records that have no data (KeyUpdate) until one has some, so these are counted, too.
+//
 // Turns: gRPC reads a socket until it is empty, and parses, before it looks at another one: a client that sends
 // without a pause is served alone, by as many threads as --rpc-threads says (1). So a connection has a turn of so
 // much work (http2_frames.h) and so many bytes; after that recvmsg returns EAGAIN, as if the socket were empty, and

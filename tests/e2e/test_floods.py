@@ -233,6 +233,29 @@ def test_encrypted(certificate, sent, metric):
         assert [line["message"] for line in daemon.log_lines() if "closed" in line["message"]] == [MESSAGES[metric]]
 
 
+def test_key_updates(certificate):
+    """TLS messages that have no data are counted: OpenSSL reads on while they come."""
+    with Daemon("--tls-cert", certificate[0], "--tls-key", certificate[1]) as daemon:
+        command = ["openssl", "s_client", "-connect", daemon.tcp, "-alpn", "h2", "-tls1_3", "-CAfile", certificate[0]]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                              bufsize=0) as client:
+            try:
+                client.stdin.write(PREFACE + setting())
+                for _ in range(5):  # as many as an honest client never sends
+                    time.sleep(0.05)
+                    client.stdin.write(b"k\n")
+                assert daemon.metric(FRAMES_CLOSED) == 0 and client.poll() is None
+                for _ in range(2000):
+                    time.sleep(0.002)
+                    client.stdin.write(b"k\n")
+                    if client.poll() is not None:
+                        break
+            except OSError:
+                pass
+            client.kill()
+        wait_for(lambda: daemon.metric(FRAMES_CLOSED) == 1, "it is not counted")
+
+
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_messages_under_way(certificate, encrypted):
     """They count until the call ends, by its client, by the daemon, or with its connection."""

@@ -266,6 +266,23 @@ static void what_is_no_http2_is_not_counted(void **state) {
   assert_int_equal(verdict_of(made), QKVI_HTTP2_GOOD);
 }
 
+// TLS records have work, and messages of the handshake points, which drain as those of frames.
+static void records_of_tls_count(void **state) {
+  (void)state;
+  enum { MOST = POINTS_S * QKVI_HTTP2_BURST_S / 100 };
+  const uint64_t second = UINT64_C(1000000000);
+  qkvi_http2_frames frames;
+  qkvi_http2_frames_init(&frames, 0);
+  assert_int_equal(qkvi_http2_frames_records(&frames, 7, 0, POINTS_S, 0), QKVI_HTTP2_GOOD);
+  assert_int_equal(frames.work, 14);
+  assert_int_equal(qkvi_http2_frames_records(&frames, MOST, MOST, POINTS_S, 0), QKVI_HTTP2_GOOD);
+  assert_true(frames.work > 14 + 10 * MOST);
+  assert_int_equal(qkvi_http2_frames_records(&frames, 1000, 0, POINTS_S, 0), QKVI_HTTP2_GOOD);
+  assert_int_equal(qkvi_http2_frames_records(&frames, 10, 10, POINTS_S, second), QKVI_HTTP2_GOOD);
+  assert_int_equal(qkvi_http2_frames_records(&frames, 1, 1, POINTS_S, second), QKVI_HTTP2_CONTROL_FRAMES);
+  assert_int_equal(qkvi_http2_frames_records(&frames, 1000, 1000, 0, second), QKVI_HTTP2_GOOD);
+}
+
 int main(void) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
@@ -280,6 +297,7 @@ int main(void) {
       TEST(only_new_calls_are_followed),
       TEST(no_limit_of_points),
       TEST(what_is_no_http2_is_not_counted),
+      cmocka_unit_test(records_of_tls_count),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
