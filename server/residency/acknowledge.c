@@ -12,7 +12,7 @@ qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_sessio
   if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
   const int64_t until = qkv_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
-  while (qkvi_write_back_cuts_waiting(residency)) {
+  while (qkvi_write_back_cuts_waiting(residency, qkv_session_id(session))) {
     if (qkv_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the truncation is not durable yet",
                       qkv_session_name(session));
@@ -25,7 +25,7 @@ qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_sessio
 
 bool qkvi_write_back_owes(qkvi_residency *residency, qkv_session *session) {
   if (residency == NULL || qkv_session_config_of(session)->durability != QKV_DURABILITY_SYNC) return false;
-  return !qkv_session_settle(session) || qkvi_write_back_cuts_waiting(residency);
+  return !qkv_session_settle(session) || qkvi_write_back_cuts_waiting(residency, qkv_session_id(session));
 }
 
 // The tenant's quota of the SSD is full; its sessions that are not in use are deleted there meanwhile (accounts.h).
@@ -39,10 +39,11 @@ static const char *refusal(qkv_status failure) {
   return failure == QKV_OK ? "the disk takes longer than 30 s" : "the disk failed";
 }
 
-// Whether what is sealed below ends[layer] of each layer is durable; NULL: everything, and every truncation.
+// Whether what is sealed below ends[layer] of each layer is durable; NULL: everything, and the session's truncations.
+// Those of other sessions are not waited for: a fork is journaled behind its parent's.
 static bool is_durable(qkvi_residency *residency, qkv_session *session, const uint64_t *ends) {
   const bool settled = qkv_session_settle(session);
-  if (ends == NULL) return settled && !qkvi_write_back_cuts_waiting(residency);
+  if (ends == NULL) return settled && !qkvi_write_back_cuts_waiting(residency, qkv_session_id(session));
   bool durable = true;
   for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++)
     durable &= qkv_session_is_durable(session, i, ends[i]);

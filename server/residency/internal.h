@@ -36,12 +36,15 @@ typedef struct qkvi_journaled {
   struct qkvi_journaled *next;
 } qkvi_journaled;
 
-// A truncation that is being written; of those that failed one of each session is kept, until it is closed.
-typedef struct qkvi_failed_cut {
+// The truncations of a session that are not durable: there while some are being written, and, where one failed, until
+// the session is closed.
+typedef struct qkvi_cuts {
   qkvi_residency *residency;
   uint64_t session;
+  uint64_t waiting;  // that are being written
+  bool failed;
   UT_hash_handle hh;  // by session
-} qkvi_failed_cut;
+} qkvi_cuts;
 
 // The end of a session or object that is not in the journal yet (closes.c).
 typedef struct qkvi_close qkvi_close;
@@ -114,12 +117,11 @@ struct qkvi_residency {
   pthread_cond_t moved;  // `steps` has grown
   uint64_t steps;
   qkvi_pending *pending;
-  uint64_t cuts;               // truncations that are not durable yet
   qkv_status failure;          // of the last record; OK again once one is durable
   int64_t pause_ms, retry_ms;  // after a failure nothing is written for so long, until then
   qkvi_journaled *journaled;
   uint64_t entry_max;  // bytes of an entry of the journal: QKV_JOURNAL_PAYLOAD_MAX, or less in tests
-  qkvi_failed_cut *failed_cuts;
+  qkvi_cuts *cuts;
   uint64_t closes;            // that are being written
   qkvi_close *failed_closes;  // that are to be written again
   size_t failed_close_count;
@@ -231,9 +233,9 @@ void qkvi_write_back_note_success(qkvi_residency *residency);
 
 // The table of a tier; `sync_now` as of qkvi_backing.
 void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backing, bool sync_now);
-// Whether writes pause after a failure. Whether truncations are being written.
+// Whether writes pause after a failure. Whether truncations are being written: of a session; 0: of any.
 bool qkvi_write_back_rests(qkvi_residency *residency);
-bool qkvi_write_back_cuts_waiting(qkvi_residency *residency);
+bool qkvi_write_back_cuts_waiting(qkvi_residency *residency, uint64_t session);
 // Forgets records that did not become durable and that the storage no longer has.
 void qkvi_write_back_forget_gone(qkvi_residency *residency);
 // The thread (thread.c).

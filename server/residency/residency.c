@@ -125,7 +125,7 @@ void qkvi_residency_finish(qkvi_residency *residency, int64_t wait_ms) {
     for (size_t i = 0; i < count; i++) left += qkv_session_settle(sessions[i]) ? 0 : 1;
     left += qkvi_objects_settle(residency->objects) ? 0 : 1;
     left = left > unsealed ? left : unsealed;
-    const bool waiting = qkvi_write_back_cuts_waiting(residency) || qkvi_closes_waiting(residency);
+    const bool waiting = qkvi_write_back_cuts_waiting(residency, 0) || qkvi_closes_waiting(residency);
     if ((left == 0 && !waiting) || qkv_now_ms() > until) break;
     if (qkvi_write_back_failure(residency) != QKV_OK) break;
     seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);

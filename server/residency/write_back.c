@@ -117,33 +117,40 @@ bool qkvi_write_back_rests(qkvi_residency *residency) {
 }
 
 // Under the lock.
-static qkvi_failed_cut *find_failed_cut(qkvi_residency *residency, uint64_t session) {
-  qkvi_failed_cut *found;
-  HASH_FIND(hh, residency->failed_cuts, &session, sizeof session, found);
+static qkvi_cuts *find_cuts(qkvi_residency *residency, uint64_t session) {
+  qkvi_cuts *found;
+  HASH_FIND(hh, residency->cuts, &session, sizeof session, found);
   return found;
+}
+
+static void free_done_cuts(qkvi_residency *residency, qkvi_cuts *cuts) {
+  if (cuts->waiting > 0 || cuts->failed) return;
+  HASH_DEL(residency->cuts, cuts);
+  free(cuts);
 }
 
 // Whether a truncation of the session could not be written: rows that are put after it would be mixed with what it
 // cut.
 bool qkvi_write_back_lost_truncation(qkvi_residency *residency, uint64_t session) {
   qkvi_residency_lock(residency);
-  const bool found = find_failed_cut(residency, session) != NULL;
+  const qkvi_cuts *cuts = find_cuts(residency, session);
+  const bool lost = cuts != NULL && cuts->failed;
   qkvi_residency_unlock(residency);
-  return found;
+  return lost;
 }
 
 void qkvi_write_back_forget_cuts(qkvi_residency *residency, uint64_t session) {
-  qkvi_failed_cut *found = find_failed_cut(residency, session);
-  if (found == NULL) return;
-  HASH_DEL(residency->failed_cuts, found);
-  free(found);
+  qkvi_cuts *cuts = find_cuts(residency, session);
+  if (cuts == NULL) return;
+  cuts->failed = false;
+  free_done_cuts(residency, cuts);
 }
 
 void qkvi_write_back_drop_cuts(qkvi_residency *residency) {
   // Clearing frees the table alone; the entries stay linked.
-  qkvi_failed_cut *at = residency->failed_cuts;
-  HASH_CLEAR(hh, residency->failed_cuts);
-  for (qkvi_failed_cut *next; at != NULL; at = next) {
+  qkvi_cuts *at = residency->cuts;
+  HASH_CLEAR(hh, residency->cuts);
+  for (qkvi_cuts *next; at != NULL; at = next) {
     next = at->hh.next;
     free(at);
   }
@@ -244,30 +251,31 @@ void qkvi_write_back_forget_gone(qkvi_residency *residency) {
 }
 
 static void on_cut(void *context, qkv_status status) {
-  qkvi_failed_cut *cutting = context;
-  qkvi_residency *residency = cutting->residency;
+  qkvi_cuts *cuts = context;
+  qkvi_residency *residency = cuts->residency;
   qkvi_residency_lock(residency);
-  residency->cuts--;
+  cuts->waiting--;
   if (status != QKV_OK) {
     qkvi_write_back_note_failure(residency, status);
-    if (find_failed_cut(residency, cutting->session) == NULL) {
-      HASH_ADD(hh, residency->failed_cuts, session, sizeof cutting->session, cutting);
-      cutting = NULL;
-    }
+    cuts->failed = true;
   }
+  free_done_cuts(residency, cuts);
   qkvi_residency_unlock(residency);
-  free(cutting);
   qkvi_progress_signal(residency);
 }
 
 void qkvi_write_back_cut(qkvi_residency *residency, uint64_t session, uint32_t layer, uint64_t position) {
-  qkvi_failed_cut *cutting = calloc(1, sizeof *cutting);
-  if (cutting == NULL) abort();
-  *cutting = (qkvi_failed_cut){.residency = residency, .session = session};
   qkvi_residency_lock(residency);
-  residency->cuts++;
+  qkvi_cuts *cuts = find_cuts(residency, session);
+  if (cuts == NULL) {
+    cuts = calloc(1, sizeof *cuts);
+    if (cuts == NULL) abort();
+    *cuts = (qkvi_cuts){.residency = residency, .session = session};
+    HASH_ADD(hh, residency->cuts, session, sizeof cuts->session, cuts);
+  }
+  cuts->waiting++;
   qkvi_residency_unlock(residency);
-  qkv_storage_session_truncate(residency->storage, session, layer, position, on_cut, cutting);
+  qkv_storage_session_truncate(residency->storage, session, layer, position, on_cut, cuts);
 }
 
 static void cut(void *context, uint64_t session, uint32_t layer, uint64_t position) {
@@ -316,9 +324,11 @@ qkv_status qkvi_write_back_failure(qkvi_residency *residency) {
   return failure;
 }
 
-bool qkvi_write_back_cuts_waiting(qkvi_residency *residency) {
+bool qkvi_write_back_cuts_waiting(qkvi_residency *residency, uint64_t session) {
   qkvi_residency_lock(residency);
-  const bool waiting = residency->cuts > 0;
+  const qkvi_cuts *at = session == 0 ? residency->cuts : find_cuts(residency, session);
+  bool waiting = at != NULL && at->waiting > 0;
+  for (; session == 0 && at != NULL && !waiting; at = at->hh.next) waiting = at->waiting > 0;
   qkvi_residency_unlock(residency);
   return waiting;
 }

@@ -26,7 +26,7 @@ static bool fails(int file, const char *kind, const char *variable) {
 }
 
 int fdatasync(int file) {
-  while (concerns(file, "/segment-", "HOLD_SYNC")) (void)usleep(1000);
+  while (concerns(file, "/segment-", "HOLD_SYNC") || concerns(file, "/journal", "HOLD_JOURNAL")) (void)usleep(1000);
   if (fails(file, "/journal", "FAIL_JOURNAL")) return -1;
   return fails(file, "/segment-", "FAIL_SYNC") ? -1 : (int)syscall(SYS_fdatasync, file);
 }

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from daemon import BIN_DIR, SANITIZED, Daemon, binary, clean_environment, wait_for
-from kv import Cache, refused
+from kv import TIMEOUT, Cache, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import tensor_pb2
@@ -245,6 +245,33 @@ def test_what_the_journal_does_not_take_is_not_done(tmp_path):
             cache.stub.Touch(kv.TouchRequest(session="s", ttl_ms=1))
         info = cache.info()
         assert not info.pinned and info.ttl_ms == 3600000
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_an_append_waits_for_no_other_truncation(tmp_path):
+    """The rows are on the disk before the truncation of another session is: the append is acknowledged."""
+    segments, journal = tmp_path / "segments", tmp_path / "journal"
+    held = {"LD_PRELOAD": failing_disk(), "HOLD_SYNC": str(segments), "HOLD_JOURNAL": str(journal)}
+    with Daemon("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", environment=held) as daemon:
+        mine, other = (Cache(daemon.stub(), name, layers=1, durability=SYNC) for name in ("mine", "other"))
+        other.append(0, *other.rows(100))
+        admin = admin_pb2_grpc.AdminStub(daemon.channel())
+
+        def written():
+            return admin.GetStorage(admin_pb2.GetStorageRequest(), timeout=TIMEOUT).put_bytes
+
+        before = written()
+        segments.touch()
+        append = mine.stub.Append.future(iter([kv.AppendRequest(items=[mine.item(0, *mine.rows(10))])]))
+        wait_for(lambda: written() > before, "the append")
+        journal.touch()
+        truncation = other.stub.Truncate.future(kv.TruncateRequest(session="other", position=50))
+        wait_for(lambda: list(other.info().lengths) == [50], "the truncation")
+        segments.unlink()
+        append.result(timeout=TIMEOUT)
+        assert not truncation.done()
+        journal.unlink()
+        assert list(truncation.result(timeout=TIMEOUT).lengths) == [50]
 
 
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")

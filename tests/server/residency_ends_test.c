@@ -75,7 +75,7 @@ static void test_ends_are_written_again(void **unused) {
 
 static unsigned failed_cuts(qkvi_residency *residency) {
   qkvi_residency_lock(residency);
-  const unsigned count = HASH_COUNT(residency->failed_cuts);
+  const unsigned count = HASH_COUNT(residency->cuts);
   qkvi_residency_unlock(residency);
   return count;
 }
@@ -112,7 +112,7 @@ static void test_failed_truncations_are_few(void **unused) {
 // Once the start's entries are in it.
 static uint64_t journal_bytes(const scene *s) {
   qkv_storage_stats stats;
-  for (uint64_t seen = 0; qkvi_write_back_cuts_waiting(s->residency);)
+  for (uint64_t seen = 0; qkvi_write_back_cuts_waiting(s->residency, 0);)
     seen = qkvi_progress_await(s->residency, seen, QKVI_STEP_MS);
   qkv_storage_read_stats(s->residency->storage, &stats);
   return stats.journal_bytes;
