@@ -460,9 +460,9 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .pool = qkv_executor_pool(daemon->executor, QKV_WORK_BULK),
   };
   daemon->store = qkv_store_create(&store);
-  daemon->watch = qkvi_watch_hub_create(daemon->store, daemon->metrics, (size_t)options->limit_watchers,
-                                        (size_t)qkv_server_options_tenant_part(options, options->limit_watchers),
-                                        options->data_dir != NULL);
+  daemon->watch = qkvi_watch_hub_create(
+      daemon->store, daemon->executor, daemon->metrics, (size_t)options->limit_watchers,
+      (size_t)qkv_server_options_tenant_part(options, options->limit_watchers), options->data_dir != NULL);
   qkv_log(QKV_LOG_INFO, "memory", "{s:I, s:s, s:s, s:I}", "budget", (json_int_t)options->memory_budget, "pages",
           qkv_heap_pages_text(qkv_arena_heap(qkv_store_arena(daemon->store))), "numa", options->numa, "nodes",
           (json_int_t)qkv_heap_numa_nodes());

@@ -59,6 +59,9 @@ typedef struct qkv_backing {
   // gets a buffer, which the caller frees, `*record` the number of the record. Errors are read_wait's.
   qkv_status (*read_fold)(void *context, uint64_t session, uint64_t *record, uint8_t **bytes, uint64_t *count,
                           qkv_error *error);
+  // What read_fold has read is kept: no other record of the session is asked for before it is read again. May be
+  // NULL.
+  void (*keep_fold)(void *context, uint64_t session);
   qkv_record_state (*state)(void *context, uint64_t record);
   // The record is not needed any more.
   void (*drop)(void *context, uint64_t record);

@@ -268,13 +268,17 @@ static const qkv_coding *coding_of(const session_working *working, uint32_t vers
   return NULL;
 }
 
-// Whether the pages of each layer, behind those of the trunk, are possible and reach its length. `*pages` gets how
-// many there are.
-static bool pages_are_right(const folded *all, uint64_t *pages) {
+// Whether the record has the place for the pages of each layer, behind those of the trunk, that it says. `*pages`
+// gets how many there are.
+static bool has_pages(const folded *all, uint64_t *pages) {
   const uint64_t fixed = sizeof(fold_header) + all->header.layers * sizeof(fold_layer);
   *pages = 0;
   for (uint32_t i = 0; i < all->header.layers; i++) *pages += layer_of(all, i).pages;
-  if (*pages > (all->count - fixed) / sizeof(fold_page)) return false;
+  return *pages <= (all->count - fixed) / sizeof(fold_page);
+}
+
+// Whether these pages are possible and reach each layer's length.
+static bool pages_are_right(const folded *all) {
   for (uint32_t i = 0, layer_first = 0; i < all->header.layers; i++) {
     uint64_t end = qkvi_trunk_end(all->trunk, i, all->session->kind->config.first_position);
     const uint32_t count = layer_of(all, i).pages;
@@ -295,19 +299,23 @@ static uint64_t shared_tokens(const folded *all) {
   return qkvi_trunk_token_pages(all->trunk) * QKV_PREFIX_PAGE;
 }
 
-// `*tokens` gets where the token ids begin.
-static bool is_right(folded *all, uint64_t *tokens) {
+// All but the pages. `*tokens` gets where the token ids begin.
+static bool frame_is_right(folded *all, uint64_t *tokens) {
   uint64_t pages;
   if (all->count < sizeof all->header) return false;
   memcpy(&all->header, all->bytes, sizeof all->header);
   if (all->header.magic != FOLD_MAGIC || all->header.version != FOLD_VERSION || all->header.bytes != all->count ||
       all->header.layers != all->session->kind->model->layers || all->header.length != all->session->folded_length ||
-      all->header.layers * sizeof(fold_layer) > all->count - sizeof all->header || !pages_are_right(all, &pages))
+      all->header.layers * sizeof(fold_layer) > all->count - sizeof all->header || !has_pages(all, &pages))
     return false;
   *tokens = sizeof all->header + all->header.layers * sizeof(fold_layer) + pages * sizeof(fold_page);
   return all->header.tokens >= shared_tokens(all) &&
          qkv_session_tokens_are_packed(all->bytes + *tokens, all->count - *tokens,
                                        all->header.tokens - shared_tokens(all));
+}
+
+static bool is_right(folded *all, uint64_t *tokens) {
+  return frame_is_right(all, tokens) && pages_are_right(all);
 }
 
 static void unfold_layer(const folded *all, uint32_t index, uint64_t first, qkv_layer *layer) {
@@ -403,4 +411,63 @@ qkv_status qkvi_session_unfold_locked(qkv_session *session, uint64_t *headroom, 
 
 qkv_status qkv_session_unfold(qkv_session *session, uint64_t *headroom, qkv_error *error) {
   return qkv_session_is_folded(session) ? qkvi_session_make_layers(session, headroom, error) : QKV_OK;
+}
+
+// ---- Token ids ----
+
+// What the trunk has of them.
+static size_t read_shared_pages(const folded *all, uint64_t first, size_t max, qkv_prefix_hash *hashes,
+                                uint32_t *ids) {
+  qkv_session_tokens shared;
+  if (all->trunk == NULL) return 0;
+  qkv_session_tokens_init(&shared, &(qkv_session_tokens_config){.arena = all->session->kind->arena,
+                                                                .root = qkv_session_root(all->session)});
+  qkvi_trunk_give_tokens(all->trunk, &shared);
+  const size_t count = qkv_session_tokens_read_pages(&shared, first, max, hashes, ids);
+  if (count == 0 && first > 0 && first == qkvi_trunk_token_pages(all->trunk))
+    (void)qkv_session_tokens_hash(&shared, first - 1, &hashes[0]);
+  qkv_session_tokens_deinit(&shared);
+  return count;
+}
+
+// And the record, from page number `first` on.
+static size_t read_own_pages(folded *all, uint64_t first, size_t max, qkv_prefix_hash *hashes, uint32_t *ids) {
+  const qkv_backing *backing = all->session->kind->config.backing;
+  uint64_t record = 0, tokens = 0;
+  qkv_error ignored = {0};
+  uint8_t *bytes = read_record(all->session, &record, &all->count, &ignored);
+  if (backing->keep_fold != NULL) backing->keep_fold(backing->context, all->session->id);
+  if (bytes == NULL) return 0;
+  all->bytes = bytes;
+  const size_t count =
+      !frame_is_right(all, &tokens)
+          ? 0
+          : qkv_session_tokens_read_packed(bytes + tokens, all->header.tokens - shared_tokens(all),
+                                           qkvi_trunk_token_pages(all->trunk), first, max, hashes, ids);
+  free(bytes);
+  return count;
+}
+
+static size_t read_folded_pages(const qkv_session *session, uint64_t first, size_t max, qkv_prefix_hash *hashes,
+                                uint32_t *ids) {
+  folded all = {.session = session, .trunk = qkvi_session_trunk(atomic_load(&session->state))};
+  const uint64_t shared = qkvi_trunk_token_pages(all.trunk);
+  if (session->detached || !session->folded_ids) return 0;
+  hashes[0] = qkv_session_root(session);
+  const size_t count = first <= shared ? read_shared_pages(&all, first, max, hashes, ids) : 0;
+  if (count == max || first + count < shared) return count;
+  return count + read_own_pages(&all, first + count, max - count, hashes + count, ids + count * QKV_PREFIX_PAGE);
+}
+
+size_t qkv_session_read_pages(qkv_session *session, uint64_t first, size_t max, qkv_prefix_hash *hashes,
+                              uint32_t *ids) {
+  if (qkv_session_is_folded(session)) {
+    qkvi_session_lock_making(session);
+    const bool still = qkv_session_is_folded(session);
+    const size_t count = still ? read_folded_pages(session, first, max, hashes, ids) : 0;
+    qkvi_session_unlock_making(session);
+    if (still) return count;
+  }
+  qkv_session_tokens *tokens = qkv_session_tokens_of(session);
+  return tokens == NULL ? 0 : qkv_session_tokens_read_pages(tokens, first, max, hashes, ids);
 }

@@ -57,6 +57,10 @@ uint64_t qkv_session_folded_held(const qkv_session *session);
 // The hashes of the first `max` pages of token ids that the session is matched by, without making its layers. Returns
 // how many.
 size_t qkv_session_indexed_hashes(qkv_session *session, qkv_prefix_hash *hashes, size_t max);
+// Up to `max` of the session's full pages of token ids from number `first` on, as qkv_session_tokens_read_pages. Of a
+// session that is folded they are read from the tier, without making its layers; 0 where they cannot be read.
+size_t qkv_session_read_pages(qkv_session *session, uint64_t first, size_t max, qkv_prefix_hash *hashes,
+                              uint32_t *ids);
 
 // When it was last used, or tried to be folded in vain, on the monotonic clock; the latter is noted.
 int64_t qkv_session_sunk_since_ms(const qkv_session *session);

@@ -439,6 +439,42 @@ size_t qkv_session_tokens_hashes(qkv_session_tokens *tokens, qkv_prefix_hash *ha
   return (size_t)count;
 }
 
+size_t qkv_session_tokens_read_pages(qkv_session_tokens *tokens, uint64_t first, size_t max, qkv_prefix_hash *hashes,
+                                     uint32_t *ids) {
+  lock(tokens);
+  const qkvi_token_chunk *chunk = tokens->last;
+  const uint64_t pages = full_pages(tokens);
+  uint64_t end = pages > first && pages - first > max ? first + max : pages;
+  for (uint64_t page = pages; page > first; page--, chunk = chunk->before) {
+    if (page > end) continue;
+    hashes[page - first] = chunk->hash;
+    if (chunk->has_ids)
+      memcpy(ids + (page - 1 - first) * PAGE, chunk->ids, PAGE * sizeof *ids);
+    else
+      end = page - 1;
+  }
+  if (end > first) hashes[0] = chunk != NULL ? chunk->hash : tokens->config.root;
+  unlock(tokens);
+  return end > first ? (size_t)(end - first) : 0;
+}
+
+size_t qkv_session_tokens_read_packed(const uint8_t *bytes, uint64_t length, uint64_t from, uint64_t first,
+                                      size_t max, qkv_prefix_hash *hashes, uint32_t *ids) {
+  packed_chunk packed;
+  size_t count = 0;
+  for (uint64_t page = from; page < from + length / PAGE && count < max; page++) {
+    memcpy(&packed, bytes, sizeof packed);
+    if (page + 1 == first) hashes[0] = packed.hash;
+    if (page >= first) {
+      if (!packed.has_ids) break;
+      memcpy(ids + count * PAGE, bytes + sizeof packed, CHUNK_IDS_BYTES);
+      hashes[++count] = packed.hash;
+    }
+    bytes += packed_chunk_bytes(packed.has_ids);
+  }
+  return count;
+}
+
 // The ids of a page that is not full yet, together with those that follow.
 static void gather_page(const qkv_session_tokens *tokens, uint64_t page, uint64_t position, const uint32_t *ids,
                         uint32_t *gathered) {

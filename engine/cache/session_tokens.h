@@ -121,6 +121,13 @@ size_t qkv_session_tokens_read(qkv_session_tokens *tokens, uint64_t position, ui
 bool qkv_session_tokens_hash(qkv_session_tokens *tokens, uint64_t page, qkv_prefix_hash *hash);
 // The chained hashes of the first `max` full pages. Returns how many there are. O(pages).
 size_t qkv_session_tokens_hashes(qkv_session_tokens *tokens, qkv_prefix_hash *hashes, size_t max);
+// Up to `max` full pages from number `first` on, as far as their ids are known: `ids` gets 64 each, `hashes` [max +
+// 1] the hash before them and theirs. Returns how many; 0: `hashes` may be left as it is. O(pages behind them).
+size_t qkv_session_tokens_read_pages(qkv_session_tokens *tokens, uint64_t first, size_t max, qkv_prefix_hash *hashes,
+                                     uint32_t *ids);
+// The same of packed pages that are right, of so many positions, of which the first one is page number `from`.
+size_t qkv_session_tokens_read_packed(const uint8_t *bytes, uint64_t length, uint64_t from, uint64_t first,
+                                      size_t max, qkv_prefix_hash *hashes, uint32_t *ids);
 // The chained hashes of the full pages from the one that `position` lies in on, as they are once `count` ids from
 // `position` on are kept, to `hashes` of qkv_session_tokens_pages(position, count). Returns how many; 0 where the ids
 // do not continue what is held. The ids were checked.

@@ -66,6 +66,10 @@ qkv_status qkvi_fold_read(void *context, uint64_t session, uint64_t *record, uin
   return QKV_OK;
 }
 
+void qkvi_fold_keep(void *context, uint64_t session) {
+  qkv_storage_session_pack(((const qkvi_backing *)context)->residency->storage, session);
+}
+
 // ---- Folding ----
 
 static bool may_fold(qkvi_residency *residency, const qkv_session *session) {

@@ -222,10 +222,11 @@ bool qkvi_write_back_refuses(qkvi_residency *residency, uint64_t session);
 // As qkv_backing.put_rows, in records of kind QKVI_RECORD_ROWS.
 uint64_t qkvi_rows_put(void *context, uint64_t session, const qkv_model *model, uint32_t layer, uint64_t position,
                        uint32_t *taken, const void *k, const void *v, const uint32_t *ids);
-// As qkv_backing.put_fold and read_fold, in records of kind QKVI_RECORD_FOLD.
+// As qkv_backing.put_fold, read_fold and keep_fold, in records of kind QKVI_RECORD_FOLD.
 uint64_t qkvi_fold_put(void *context, uint64_t session, const void *bytes, uint64_t count, const _Atomic bool *stop);
 qkv_status qkvi_fold_read(void *context, uint64_t session, uint64_t *record, uint8_t **bytes, uint64_t *count,
                           qkv_error *error);
+void qkvi_fold_keep(void *context, uint64_t session);
 const qkv_backing *qkvi_write_back_backing(qkvi_residency *residency, qkv_durability durability);
 // A write failed; one of those that are tried again after a failure did not. Under the lock.
 void qkvi_write_back_note_failure(qkvi_residency *residency, qkv_status status);

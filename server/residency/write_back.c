@@ -302,6 +302,7 @@ void qkvi_write_back_init_backing(qkvi_residency *residency, qkvi_backing *backi
                                  .put = put,
                                  .put_fold = qkvi_fold_put,
                                  .read_fold = qkvi_fold_read,
+                                 .keep_fold = qkvi_fold_keep,
                                  .state = state_of,
                                  .drop = drop,
                                  .health = health,

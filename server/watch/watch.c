@@ -12,6 +12,7 @@
 #include "server/daemon.h"
 #include "server/handlers/control.h"
 #include "server/handlers/handlers.h"
+#include "server/handlers/jobs.h"
 #include "server/watch/ids.h"
 #include "server/watch/log.h"
 #include "server/watch/message.h"
@@ -19,6 +20,7 @@
 
 // Changes of a message; how often places are checked, and at least a message is sent.
 enum { EVENTS = 1024, PLACES_MS = 500, HEARTBEAT_MS = 10000 };
+enum { REST_MS = 100 };
 
 // One Watch call. The fields below `busy` are those of the thread or the callback that has it.
 typedef struct watcher {
@@ -32,6 +34,7 @@ typedef struct watcher {
   bool reset, missed;   // to be said with the next message
   uint32_t scan;        // where the snapshot goes on in the index; 0: it has been sent
   qkvi_watch_ids *ids;  // the snapshot's ids; NULL: nothing is left
+  int64_t rests_ms;     // nothing is sent until then: there was no place for a job
   bool complete;        // that is to be said
   uint64_t cursor;      // the next change
   int64_t sent_ms;
@@ -39,16 +42,18 @@ typedef struct watcher {
 
 struct qkvi_watch_hub {
   qkv_store *store;
+  qkv_executor *executor;
   qkv_metric_value *metrics;
   size_t watchers_max, tenant_max;
   uint64_t instance;
   qkvi_watch_log *log;
-  qkvi_watch_places *places;  // NULL: everything is in memory
+  qkvi_watch_places *places;  // NULL: everything is in memory; the job's while `looking`
   pthread_mutex_t lock;
   pthread_cond_t work;
   watcher *first, *last;  // the one that was served last is at the end
   size_t count;
   bool draining, ending, forget_places;
+  bool looking;        // a job looks at places
   _Atomic bool woken;  // changes have come
   pthread_t thread;
   bool running;
@@ -108,7 +113,7 @@ static watcher *find_due(qkvi_watch_hub *hub) {
   const uint64_t head = qkvi_watch_log_head(hub->log);
   const int64_t now = qkv_now_ms();
   for (watcher *at = hub->first; at != NULL; at = at->next) {
-    if (!at->busy && is_due(at, head, now)) return at;
+    if (!at->busy && now >= at->rests_ms && is_due(at, head, now)) return at;
   }
   return NULL;
 }
@@ -145,7 +150,7 @@ static void begin_snapshot(watcher *at, bool missed) {
   at->scan = 1;
   at->cursor = qkvi_watch_log_head(at->hub->log);
   qkvi_watch_ids_destroy(&at->ids);
-  if (at->wants_ids) at->ids = qkvi_watch_ids_create();
+  if (at->wants_ids) at->ids = qkvi_watch_ids_create(at->tenant, at->model);
   at->complete = true;
 }
 
@@ -156,8 +161,9 @@ static bool fill(watcher *at, batch *all) {
   if (at->scan != 0) {
     at->scan = qkv_prefix_index_scan(qkv_store_prefixes(hub->store), at->scan, EVENTS, take_page, all);
   } else if (at->ids != NULL) {
-    all->count = qkvi_watch_ids_next(at->ids, hub->store, all->events, &all->ids[0][0], EVENTS);
-    if (all->count == 0) qkvi_watch_ids_destroy(&at->ids);
+    bool ends;
+    all->count = qkvi_watch_ids_next(at->ids, hub->store, all->events, &all->ids[0][0], EVENTS, &ends);
+    if (ends) qkvi_watch_ids_destroy(&at->ids);
   } else if (!qkvi_watch_log_read(hub->log, &at->cursor, all->events, at->wants_ids ? &all->ids[0][0] : NULL, EVENTS,
                                   &all->count)) {
     qkv_metric_add(&hub->metrics[QKV_METRIC_WATCH_MISSED], 1);
@@ -202,6 +208,30 @@ static void serve(watcher *at, batch *all) {
 
 // ---- The thread ----
 
+static batch *create_batch(qkvi_watch_hub *hub) {
+  batch *all = calloc(1, sizeof *all);
+  if (all == NULL) abort();
+  all->hub = hub;
+  return all;
+}
+
+static void ids_job(void *context) {
+  watcher *at = context;
+  if (!qkvi_job_wanted(at->call)) return;
+  batch *all = create_batch(at->hub);
+  serve(at, all);
+  free(all);
+}
+
+// The snapshot's ids are read from many sessions, some of them on the disk: others would wait for it.
+static void serve_ids(watcher *at) {
+  const qkv_work work = qkvi_work_of(qkvi_session_waits(at->call), true);
+  qkv_error error = {0};
+  if (qkvi_job_try(at->call, work, ids_job, at, &error) == QKV_OK) return;
+  at->rests_ms = qkv_now_ms() + REST_MS;
+  park(at);
+}
+
 static void await_work(qkvi_watch_hub *hub) {
   struct timespec until;
   (void)clock_gettime(CLOCK_MONOTONIC, &until);
@@ -215,21 +245,27 @@ static void await_work(qkvi_watch_hub *hub) {
   }
 }
 
-// With the lock, which is given back meanwhile.
-static void look_at_places(qkvi_watch_hub *hub) {
+static void look_job(void *context) {
+  qkvi_watch_hub *hub = context;
+  lock(hub);
   const bool forget = hub->forget_places;
   hub->forget_places = false;
   unlock(hub);
   if (forget) qkvi_watch_places_forget(hub->places);
   qkvi_watch_places_look(hub->places, hub->store, hub->log);
   lock(hub);
+  hub->looking = false;
+  unlock(hub);
+}
+
+// With the lock, while there is a call: so the executor is there. A job, as it waits for layers.
+static void look_at_places(qkvi_watch_hub *hub) {
+  hub->looking = qkv_executor_submit(hub->executor, QKV_WORK_BULK_BLOCKING, look_job, hub) == QKV_OK;
 }
 
 static void *work(void *context) {
   qkvi_watch_hub *hub = context;
-  batch *all = calloc(1, sizeof *all);
-  if (all == NULL) abort();
-  all->hub = hub;
+  batch *all = create_batch(hub);
   int64_t looked_ms = 0;
   lock(hub);
   while (!hub->ending) {
@@ -239,12 +275,16 @@ static void *work(void *context) {
       unlink_watcher(due);
       link_last(due);
       unlock(hub);
-      serve(due, all);
+      if (due->scan == 0 && due->ids != NULL)
+        serve_ids(due);
+      else
+        serve(due, all);
       lock(hub);
     } else {
       await_work(hub);
     }
-    if (hub->places != NULL && hub->count > 0 && qkv_now_ms() - looked_ms >= PLACES_MS) {
+    const bool looks = hub->places != NULL && hub->count > 0 && !hub->looking;
+    if (looks && qkv_now_ms() - looked_ms >= PLACES_MS) {
       look_at_places(hub);
       looked_ms = qkv_now_ms();
     }
@@ -357,14 +397,15 @@ static void on_destroy(void *state) {
 
 // ---- Life ----
 
-qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_metric_value *metrics, size_t watchers_max,
-                                      size_t tenant_max, bool places) {
+qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_executor *executor, qkv_metric_value *metrics,
+                                      size_t watchers_max, size_t tenant_max, bool places) {
   struct timespec now;
   pthread_condattr_t clock;
   qkvi_watch_hub *hub = calloc(1, sizeof *hub);
   if (hub == NULL) abort();
   (void)clock_gettime(CLOCK_REALTIME, &now);
   hub->store = store;
+  hub->executor = executor;
   hub->metrics = metrics;
   hub->watchers_max = watchers_max;
   hub->tenant_max = tenant_max;

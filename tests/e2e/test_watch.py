@@ -13,6 +13,7 @@ import pytest
 from daemon import PATIENCE, SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
 
 CHANGES_KNOWN = 65536  # QKVI_WATCH_RING
 ADDED, REMOVED, MOVED = kv.PrefixEvent.KIND_ADDED, kv.PrefixEvent.KIND_REMOVED, kv.PrefixEvent.KIND_MOVED
@@ -267,6 +268,45 @@ def test_places_and_a_restart(tmp_path):
             assert all(page[4] is None for page in router.pages.values())
         finally:
             router.end()
+
+
+def test_ids_of_folded_sessions(tmp_path):
+    """They are read from the SSD, and the sessions stay folded. Others are served meanwhile."""
+    count, ids = 20, prompt(700)
+    with Daemon("--data-dir", str(tmp_path), "--fold-after", "1ms", "--calibrate-tokens", "0") as daemon:
+        stub = daemon.stub()
+        cache = Cache(stub, "s", layers=1, durability=kv.DURABILITY_ASYNC, recent_window=0)
+        root = fill(cache, ids)
+        names, prompts = ["s"], [ids]
+        for i in range(count):
+            names.append(f"t{i}")
+            prompts.append(prompt(300, i + 2))
+            open_session(stub, cache, names[-1])
+            fill(cache, prompts[-1], name=names[-1])
+        # What it shares with its parent, and pages of its own.
+        stub.Fork(kv.ForkRequest(session="s", fork="f", position=256), timeout=TIMEOUT)
+        names.append("f")
+        prompts.append(ids[:256] + prompt(256, 99))
+        fill(cache, prompts[-1][256:], 256, name="f")
+        for name in names:
+            stub.CloseSession(kv.CloseSessionRequest(session=name, keep=True), timeout=TIMEOUT)
+        wait_for(lambda: daemon.metric("qkvd_storage_folded_sessions") > count, "the sessions to be folded")
+        before = daemon.metric("qkvd_storage_unfolded_sessions_total")
+        router = Router(stub, token_ids=True)
+        try:
+            router.wait(lambda r: r.complete)
+            assert len(router.pages) == 10 + 4 * count + 4
+            assert all(page[4] is not None for page in router.pages.values())
+            assert [router.chain(known, root) for known in prompts] == [len(known) // 64 for known in prompts]
+        finally:
+            router.end()
+        for i, (name, known) in enumerate(zip(names[1:], prompts[1:])):  # they are found as before
+            request = kv.GetSessionRequest(session=name, token_ids=tensor_pb2.TokenRange(begin=0))
+            assert list(stub.GetSession(request, timeout=TIMEOUT).token_ids) == known
+            if i == 0:  # the metric is brought up to date by that
+                assert daemon.metric("qkvd_storage_unfolded_sessions_total") == before + 1
+            cache.name = name
+            cache.fetch((0,))
 
 
 def test_thousands_of_sessions(daemon, stub, make_cache, watch):

@@ -139,4 +139,24 @@ static inline void read_pages(const scene *s, uint64_t records[LAYERS * 8], size
   }
 }
 
+// Whether its pages of token ids from each number on, so many at once, are the scene's first `pages`.
+static inline void check_token_pages(const scene *s, qkv_session *session, size_t pages) {
+  for (size_t first = 0; first <= pages + 1; first++) {
+    for (size_t max = 1; max <= pages + 1; max++) {
+      qkv_prefix_hash hashes[8], chain = qkv_session_root(session);
+      uint32_t ids[TOKENS + QKV_PREFIX_PAGE];
+      const size_t left = first < pages ? pages - first : 0, count = left < max ? left : max;
+      assert_int_equal(qkv_session_read_pages(session, first, max, hashes, ids), count);
+      for (size_t page = 0; count > 0 && page < first + count; page++) {
+        if (page == first) assert_true(qkv_prefix_hash_equal(&hashes[0], &chain));
+        chain = qkv_prefix_next(&chain, s->ids + page * QKV_PREFIX_PAGE);
+        if (page >= first) assert_true(qkv_prefix_hash_equal(&hashes[page - first + 1], &chain));
+        if (page >= first)
+          assert_memory_equal(ids + (page - first) * QKV_PREFIX_PAGE, s->ids + page * QKV_PREFIX_PAGE,
+                              QKV_PREFIX_PAGE * sizeof *ids);
+      }
+    }
+  }
+}
+
 #endif

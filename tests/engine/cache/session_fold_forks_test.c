@@ -120,6 +120,7 @@ static void test_a_fork_is_folded(void **unused) {
   assert_false(qkv_session_has_cold(fork));
   uint64_t bytes;
   assert_int_equal(qkv_session_cold(fork, 1, &bytes), 0);
+  check_token_pages(&s, fork, SHARED / QKV_PREFIX_PAGE);
   unfold(fork);
   assert_int_equal(used(&s), with_fork);
   assert_ptr_equal(range_of(fork, 2, 0), range);
@@ -241,6 +242,31 @@ static void test_the_parent_is_cut_and_goes_on(void **unused) {
     qkv_session_unref(&fork);
     teardown(&s);
   }
+}
+
+// Token ids of which the trunk has the first page, and the record those that the fork has appended.
+static void test_token_ids_of_both(void **unused) {
+  (void)unused;
+  scene s;
+  enum { OWN = TOKENS - 64 };
+  setup_warm(&s);
+  qkv_session *fork = make_fork(&s, "b", FIRST_ID + 1, 64);
+  append_other(fork, 64, OWN);
+  qkv_session_tokens *tokens = qkv_session_tokens_of(fork);
+  uint64_t reserved = qkv_session_tokens_cost(tokens, 64, OWN);
+  assert_int_equal(qkv_arena_reserve(tokens->config.arena, reserved, NULL), QKV_OK);
+  qkv_session_tokens_keep(tokens, qkv_session_tokens_cuts(tokens), 64, s.ids + 64, OWN, &reserved);
+  qkv_arena_unreserve(tokens->config.arena, reserved);
+  check_token_pages(&s, fork, 3);
+  assert_true(qkv_session_evict(fork, UINT64_MAX, true) > 0);
+  assert_true(qkv_store_fold(s.store, fork));
+  assert_int_equal(qkvi_trunk_token_pages(qkvi_session_trunk(atomic_load(&fork->state))), 1);
+  check_token_pages(&s, fork, 3);
+  assert_true(qkv_session_is_folded(fork));
+  unfold(fork);
+  check_token_pages(&s, fork, 3);
+  qkv_session_unref(&fork);
+  teardown(&s);
 }
 
 // Evicted and brought back for both.
@@ -400,6 +426,7 @@ int main(void) {
       cmocka_unit_test(test_the_parent_closes),
       cmocka_unit_test(test_the_fork_closes),
       cmocka_unit_test(test_the_parent_is_cut_and_goes_on),
+      cmocka_unit_test(test_token_ids_of_both),
       cmocka_unit_test(test_eviction_and_return),
       cmocka_unit_test(test_rows_of_its_own),
       cmocka_unit_test(test_all_are_folded),

@@ -39,12 +39,15 @@ static void test_what_it_has_comes_back(void **unused) {
     assert_true(qkv_prefix_hash_equal(&hashes[page], &chain));
   }
   assert_int_equal(qkv_session_indexed_hashes(s.session, hashes, 1), 1);
+  check_token_pages(&s, s.session, TOKENS / QKV_PREFIX_PAGE);
   assert_true(qkv_session_is_folded(s.session));
+  assert_int_equal(s.backing.records[FOLDED].state, QKV_RECORD_WRITTEN);
   // A use.
   assert_int_equal(qkv_session_tokens_read(qkv_session_tokens_of(s.session), 0, ids, TOKENS), TOKENS);
   assert_memory_equal(ids, s.ids, sizeof ids);
   assert_false(qkv_session_is_folded(s.session));
   assert_int_equal(s.backing.records[FOLDED].state, QKV_RECORD_GONE);
+  check_token_pages(&s, s.session, TOKENS / QKV_PREFIX_PAGE);
   read_pages(&s, after, &after_count);
   assert_int_equal(after_count, before_count);
   assert_memory_equal(after, before, before_count * sizeof *before);
@@ -111,6 +114,8 @@ static void test_records_that_are_wrong(void **unused) {
   scene s;
   qkv_error error = {0};
   size_t refused = 0;
+  qkv_prefix_hash hashes[8];
+  uint32_t ids[8 * QKV_PREFIX_PAGE];
   setup(&s);
   sink(&s);
   assert_true(qkv_store_fold(s.store, s.session));
@@ -118,6 +123,7 @@ static void test_records_that_are_wrong(void **unused) {
   for (uint32_t at = 0; at < record->bytes; at++) {
     const uint8_t was = ((uint8_t *)record->page)[at];
     ((uint8_t *)record->page)[at] ^= at % 2 == 0 ? 0x81 : 0xff;
+    assert_true(qkv_session_read_pages(s.session, 0, 7, hashes, ids) <= TOKENS / QKV_PREFIX_PAGE);
     const qkv_status status = qkv_session_unfold(s.session, NULL, &error);
     assert_true(status == QKV_OK || status == QKV_DATA_LOSS);
     refused += status == QKV_DATA_LOSS;
@@ -129,6 +135,7 @@ static void test_records_that_are_wrong(void **unused) {
   assert_true(refused > 40);  // the header at least
   assert_string_equal(error.text, "session a: its folded layers are damaged");
   record->state = QKV_RECORD_GONE;
+  assert_int_equal(qkv_session_read_pages(s.session, 0, 7, hashes, ids), 0);
   error = (qkv_error){0};
   const qkv_layer *layer;
   assert_int_equal(qkv_session_read(s.session, 0, &layer, &error), QKV_DATA_LOSS);
