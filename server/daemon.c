@@ -451,6 +451,7 @@ static qkv_status start(qkv_daemon *daemon, qkv_error *error) {
       .policy = qkv_server_options_policy(options),
       .calibrate_tokens = (uint64_t)options->calibrate_tokens,
       .prefixes_max = (uint64_t)options->limit_prefixes,
+      .prefixes_tenant_max = (uint64_t)qkv_server_options_tenant_part(options, options->limit_prefixes),
       .limits = read_account_limits,
       .limits_context = daemon,
       .retier_all = options->tier_thresholds != NULL,

@@ -89,7 +89,7 @@ const qkv_option qkv_server_option_table[] = {
      "Size of one opaque object."},
     {"limit-models", QKV_OPTION_INTEGER, AT(limit_models), "64", 1, 65536, "N",
      "Models registered. With --auth-file one tenant without a quota may have three quarters of them. The same holds "
-     "for --limit-sessions, --limit-objects, --limit-watchers and --limit-client-shm."},
+     "for --limit-sessions, --limit-objects, --limit-prefixes, --limit-watchers and --limit-client-shm."},
     {"limit-prefixes", QKV_OPTION_INTEGER, AT(limit_prefixes), "1048576", 0, QKV_PREFIX_PAGES_MAX, "N",
      "How many distinct pages of 64 token ids Match can find, at 64 bytes of memory each; 0: Match finds nothing."},
     {"limit-calls", QKV_OPTION_INTEGER, AT(limit_calls), "1024", 1, 1048576, "N", "Calls running at once."},

@@ -86,13 +86,14 @@ static void setup(scene *s, const qkv_bench_settings *settings) {
   uint64_t seed = 1;
   s->session_pages = (uint64_t)settings->tokens / QKV_PREFIX_PAGE;
   s->session_count = ((uint64_t)settings->pages + s->session_pages - 1) / s->session_pages;
-  s->index = qkv_prefix_index_create(s->session_count * s->session_pages + 1);
+  const uint64_t pages = s->session_count * s->session_pages + 1;
+  s->index = qkv_prefix_index_create(pages, pages);
   s->root = qkv_prefix_root("default", "share", NULL, 0);
   s->sessions = calloc(s->session_count, sizeof *s->sessions);
   s->ids = malloc((size_t)settings->tokens * sizeof *s->ids);
   if (s->sessions == NULL || s->ids == NULL) abort();
   for (uint64_t i = 0; i < s->session_count; i++) {
-    s->sessions[i].holder = qkv_prefix_index_attach(s->index, &s->root, (uint32_t)i);
+    s->sessions[i].holder = qkv_prefix_index_attach(s->index, &s->root, (uint32_t)i, NULL);
     s->sessions[i].hash = s->root;
   }
   for (uint64_t i = 0; i < s->session_count * s->session_pages / 16; i++)

@@ -20,7 +20,7 @@ typedef struct node {
   uint32_t depth;           // pages from the root, which has 0; FREE
   uint32_t chain;           // the next node of the bucket, or of the free list
   uint32_t root;            // of a page; of a root: itself
-  uint32_t unused;
+  uint32_t part;            // its tenant's
 } node;
 static_assert(sizeof(node) == 56, "56 bytes a page");
 
@@ -32,6 +32,12 @@ typedef struct holder {
   uint32_t next, previous;
 } holder;
 
+// What a tenant has of the index.
+typedef struct part {
+  const void *tenant;
+  uint32_t nodes;  // roots and pages; 0: this place is free
+} part;
+
 struct qkv_prefix_index {
   pthread_mutex_t lock;
   node *nodes;        // places 1 to nodes_max
@@ -41,7 +47,9 @@ struct qkv_prefix_index {
   uint32_t nodes_max, nodes_touched, nodes_free;
   uint32_t holders_max, holders_touched, holders_free;
   uint64_t pages, holder_count, refused;
-  qkv_prefix_observer observer;  // zeros: none
+  part *parts;
+  uint32_t part_count, part_max;  // places; nodes that a tenant may have
+  qkv_prefix_observer observer;   // zeros: none
 };
 
 // ---- Hashes ----
@@ -115,11 +123,12 @@ static size_t buckets_bytes(const qkv_prefix_index *index) {
   return (size_t)index->bucket_count * sizeof *index->buckets;
 }
 
-qkv_prefix_index *qkv_prefix_index_create(uint64_t pages_max) {
-  assert(pages_max <= QKV_PREFIX_PAGES_MAX);
+qkv_prefix_index *qkv_prefix_index_create(uint64_t pages_max, uint64_t part_max) {
+  assert(pages_max <= QKV_PREFIX_PAGES_MAX && part_max <= pages_max);
   qkv_prefix_index *index = calloc(1, sizeof *index);
   if (index == NULL) abort();
   index->nodes_max = (uint32_t)pages_max;
+  index->part_max = (uint32_t)part_max;
   index->bucket_count = 1;
   while (index->bucket_count < pages_max) index->bucket_count *= 2;
   index->nodes = map_zeros(nodes_bytes(index));
@@ -137,6 +146,7 @@ void qkv_prefix_index_destroy(qkv_prefix_index **index) {
   (void)munmap(left->nodes, nodes_bytes(left));
   (void)munmap(left->buckets, buckets_bytes(left));
   free(left->holders);
+  free(left->parts);
   free(left);
 }
 
@@ -192,15 +202,35 @@ static void tell(const qkv_prefix_index *index, uint32_t at, bool added, const u
                                                                         .ids = ids});
 }
 
-// A new node; `parent` 0: a root. 0 where the index is full.
-static uint32_t add_node(qkv_prefix_index *index, uint32_t parent, const qkv_prefix_hash *hash) {
-  const uint32_t at = take_node(index);
+// The tenant's part, or a free one that becomes its; where there is a root for the first time.
+static uint32_t part_of(qkv_prefix_index *index, const void *tenant) {
+  uint32_t free_at = index->part_count;
+  for (uint32_t i = 0; i < index->part_count; i++) {
+    if (index->parts[i].nodes == 0)
+      free_at = i;
+    else if (index->parts[i].tenant == tenant)
+      return i;
+  }
+  if (free_at == index->part_count) {
+    index->part_count = index->part_count == 0 ? 4 : index->part_count + index->part_count / 4;
+    index->parts = realloc(index->parts, index->part_count * sizeof *index->parts);
+    if (index->parts == NULL) abort();
+    memset(index->parts + free_at, 0, (index->part_count - free_at) * sizeof *index->parts);
+  }
+  index->parts[free_at].tenant = tenant;
+  return free_at;
+}
+
+// A new node; `parent` 0: a root, in a part. 0 where the index, or the part, is full.
+static uint32_t add_node(qkv_prefix_index *index, uint32_t parent, const qkv_prefix_hash *hash, uint32_t in) {
+  const uint32_t at = index->parts[in].nodes < index->part_max ? take_node(index) : 0;
   if (at == 0) {
     index->refused++;
     return 0;
   }
   uint32_t *bucket = bucket_of(index, hash);
-  index->nodes[at] = (node){.hash = *hash, .parent = parent, .chain = *bucket, .root = at};
+  index->parts[in].nodes++;
+  index->nodes[at] = (node){.hash = *hash, .parent = parent, .chain = *bucket, .root = at, .part = in};
   *bucket = at;
   if (parent == 0) return at;
   index->nodes[at].depth = index->nodes[parent].depth + 1;
@@ -223,6 +253,8 @@ static void remove_node(qkv_prefix_index *index, uint32_t at) {
   } else if (index->observer.root_removed != NULL) {
     index->observer.root_removed(index->observer.context, at);
   }
+  assert(index->parts[left->part].nodes > 0);
+  index->parts[left->part].nodes--;
   *left = (node){.depth = FREE, .chain = index->nodes_free};
   index->nodes_free = at;
 }
@@ -293,11 +325,12 @@ static uint32_t ancestor(const qkv_prefix_index *index, uint32_t at, uint64_t de
   return at;
 }
 
-qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, uint32_t owner) {
+qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, uint32_t owner,
+                                          const void *tenant) {
   lock(index);
   uint32_t at = find(index, root);
   const bool added = at == 0;
-  if (added) at = add_node(index, 0, root);
+  if (added) at = add_node(index, 0, root, part_of(index, tenant));
   if (added && at != 0 && index->observer.root_added != NULL)
     index->observer.root_added(index->observer.context, at, owner);
   // A page that has a root's hash: whatever it is, it is not this root.
@@ -336,7 +369,7 @@ static bool extend_locked(qkv_prefix_index *index, uint32_t at, uint64_t page, c
   if (index->nodes[from].depth != page) return false;
   uint32_t to = find(index, hash);
   const bool added = to == 0;
-  if (added) to = add_node(index, from, hash);
+  if (added) to = add_node(index, from, hash, index->nodes[from].part);
   if (added && to != 0) tell(index, to, true, ids);
   if (to == 0 || index->nodes[to].parent != from) return false;  // full, or another page's hash is the same
   unseat(index, at);
@@ -611,16 +644,19 @@ static const char *fault_of(qkv_prefix_index *index, uint32_t at) {
 }
 
 bool qkv_prefix_index_validate(qkv_prefix_index *index, const char **reason) {
-  uint64_t pages = 0, holders = 0;
+  uint64_t pages = 0, holders = 0, nodes = 0;
   *reason = NULL;
   lock(index);
   for (uint32_t at = 1; at <= index->nodes_touched && *reason == NULL; at++) {
     if (index->nodes[at].depth == FREE) continue;
     *reason = fault_of(index, at);
+    nodes++;
     pages += index->nodes[at].depth > 0;
     holders += count_holders(index, at);
   }
   if (*reason == NULL && pages != index->pages) *reason = "pages are miscounted";
+  for (uint32_t i = 0; i < index->part_count; i++) nodes -= index->parts[i].nodes;
+  if (*reason == NULL && nodes != 0) *reason = "the parts of tenants are miscounted";
   if (*reason == NULL && holders != index->holder_count) *reason = "holders are miscounted";
   unlock(index);
   return *reason == NULL;

@@ -67,16 +67,18 @@ void qkv_prefix_index_observe(qkv_prefix_index *index, const qkv_prefix_observer
 // A place in the index; 0: none. Functions that take a holder do nothing for none.
 typedef uint32_t qkv_prefix_holder;
 
-// `pages_max` up to QKV_PREFIX_PAGES_MAX (asserted); 0: nothing is indexed, nothing matches.
-qkv_prefix_index *qkv_prefix_index_create(uint64_t pages_max);
+// `pages_max` up to QKV_PREFIX_PAGES_MAX (asserted); 0: nothing is indexed, nothing matches. `part_max`: of one
+// tenant, its roots counted as a page each; for a tenant that has so many the index is full.
+qkv_prefix_index *qkv_prefix_index_create(uint64_t pages_max, uint64_t part_max);
 // Holders may be left.
 void qkv_prefix_index_destroy(qkv_prefix_index **index);
 
 // ---- Holders ----
 
-// A new holder without pages, below a root. `owner`, any number, comes back from a match. None where the index is
-// full.
-qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, uint32_t owner);
+// A new holder without pages, below a root. `owner`, any number, comes back from a match. `tenant` stands for the
+// root's tenant, and for no other one while the root has holders; not dereferenced. None where the index is full.
+qkv_prefix_holder qkv_prefix_index_attach(qkv_prefix_index *index, const qkv_prefix_hash *root, uint32_t owner,
+                                          const void *tenant);
 // A new holder of the first `pages` of `of`, or of as many as it has: O(pages that it has more). Nothing is copied.
 // None where `of` is none.
 qkv_prefix_holder qkv_prefix_index_fork(qkv_prefix_index *index, qkv_prefix_holder of, uint64_t pages,

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/cache/accounts.h"
+
 enum { PAGE = QKV_PREFIX_PAGE };
 
 // One full page. Nothing changes in it while there are references.
@@ -136,11 +138,16 @@ static const qkv_prefix_hash *last_hash(const qkv_session_tokens *tokens) {
   return tokens->last != NULL ? &tokens->last->hash : &tokens->config.root;
 }
 
+static void attach(qkv_session_tokens *tokens) {
+  const qkv_session_tokens_config *config = &tokens->config;
+  tokens->holder =
+      qkv_prefix_index_attach(config->index, &config->root, config->owner, qkv_account_of(config->arena));
+}
+
 // The last chunk, which is page number `page`, goes into the index.
 static void index_page(qkv_session_tokens *tokens, uint64_t page) {
   if (tokens->config.index == NULL || tokens->closed) return;
-  if (tokens->holder == 0 && page == 0)
-    tokens->holder = qkv_prefix_index_attach(tokens->config.index, &tokens->config.root, tokens->config.owner);
+  if (tokens->holder == 0 && page == 0) attach(tokens);
   const qkvi_token_chunk *chunk = tokens->last;
   (void)qkv_prefix_index_extend(tokens->config.index, tokens->holder, page, &chunk->hash,
                                 chunk->has_ids ? chunk->ids : NULL);
@@ -253,7 +260,7 @@ static void index_pages(qkv_session_tokens *tokens) {
   qkv_prefix_hash *hashes = malloc((size_t)pages * sizeof *hashes);
   if (hashes == NULL) abort();
   held_hashes(tokens, 0, pages, hashes);
-  tokens->holder = qkv_prefix_index_attach(tokens->config.index, &tokens->config.root, tokens->config.owner);
+  attach(tokens);
   uint64_t done = 0;
   while (done < pages && qkv_prefix_index_extend(tokens->config.index, tokens->holder, done, &hashes[done], NULL))
     done++;

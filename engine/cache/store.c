@@ -114,7 +114,8 @@ qkv_store *qkv_store_create(const qkv_store_config *config) {
   store->config = *config;
   store->arena = qkv_arena_create_on(&config->heap, "memory-budget", config->memory_budget);
   store->accounts = qkv_accounts_create(store->arena, config->limits, config->limits_context);
-  store->prefixes = qkv_prefix_index_create(config->prefixes_max);
+  store->prefixes = qkv_prefix_index_create(
+      config->prefixes_max, config->prefixes_tenant_max == 0 ? config->prefixes_max : config->prefixes_tenant_max);
   store->recency = qkv_recency_create();
   init_lock(&store->lock);
   return store;

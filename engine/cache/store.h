@@ -20,6 +20,7 @@ typedef struct qkv_store_config {
   qkv_policy policy;              // resolved: what models and sessions fall back to
   uint64_t calibrate_tokens;      // after which a model is calibrated from its traffic (learner.h); 0: never
   uint64_t prefixes_max;          // pages of 64 token ids that are indexed (prefix_index.h); 0: none
+  uint64_t prefixes_tenant_max;   // of one tenant; 0: as many
   qkv_account_limits_fn *limits;  // of tenants (accounts.h); NULL: none have any
   void *limits_context;
   bool retier_all;                 // tiers of all sessions follow attention (server/retier.h)

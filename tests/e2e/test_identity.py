@@ -325,6 +325,27 @@ def test_one_tenant_leaves_a_part_for_others(tokens, tmp_path):
     region.unlink()
 
 
+def test_one_tenant_leaves_prefixes_for_others(tokens):
+    """Three quarters of the places, one of them for its root: the other tenant's prompt is found."""
+    known = tokens[1]
+    with Daemon("--auth-file", tokens[0], "--limit-prefixes", "16") as daemon:
+        stub = kv_cache_pb2_grpc.KvCacheStub(daemon.channel())
+
+        def fill(who, pages):
+            ids, metadata = list(range(64 * pages)), bearer(known[who])
+            open_session(daemon.channel(), "s", metadata)
+            rows = tensor(np.zeros((len(ids), MODEL["kv_heads"], MODEL["key_dim"]), np.float32), MODEL["dtype"])
+            item = kv.Item(session="s", layer=0, position=0, k=rows, v=rows, token_ids=ids)
+            stub.Append(iter([kv.AppendRequest(items=[item])]), metadata=metadata, timeout=TIMEOUT)
+            request = kv.MatchRequest(model=MODEL["name"], token_ids=ids)
+            return stub.Match(request, metadata=metadata, timeout=TIMEOUT).tokens
+
+        assert fill("a", 20) == 64 * 11
+        assert fill("b", 3) == 64 * 3
+        metrics = {metric.name: metric.value for metric in get_status(daemon.channel(), bearer(known["operator"])).metrics}
+        assert (metrics["qkvd_prefix_pages"], metrics["qkvd_prefix_refused_total"]) == (14, 1)
+
+
 def test_file_is_read_anew(folder):
     path = folder / "changing"
     (first, line_a), (second, line_b) = new_token("team-a"), new_token("team-b")

@@ -23,7 +23,7 @@ typedef struct scene {
 } scene;
 
 static void setup_scene(scene *s, uint64_t pages_max) {
-  *s = (scene){.index = qkv_prefix_index_create(pages_max), .seed = 7};
+  *s = (scene){.index = qkv_prefix_index_create(pages_max, pages_max), .seed = 7};
   for (int r = 0; r < ROOTS; r++) s->roots[r] = qkv_prefix_root("default", r == 0 ? "a" : "b", NULL, 0);
   for (int p = 0; p < PAGES; p++) {
     for (size_t i = 0; i < PAGE; i++) s->ids[p][i] = (uint32_t)(p * PAGE) + (uint32_t)i;
@@ -54,7 +54,8 @@ static uint32_t owner_of(const scene *s, const model_holder *h) {
 }
 
 static void attach(scene *s, model_holder *h, int root) {
-  *h = (model_holder){.place = qkv_prefix_index_attach(s->index, &s->roots[root], owner_of(s, h)), .root = root};
+  *h = (model_holder){.place = qkv_prefix_index_attach(s->index, &s->roots[root], owner_of(s, h), &s->roots[root]),
+                      .root = root};
 }
 
 static void drop(scene *s, model_holder *h) {
@@ -257,6 +258,31 @@ static void a_full_index_refuses_and_counts(void **state) {
   qkv_prefix_index_destroy(&s.index);
 }
 
+// Each root is another tenant's.
+static void a_tenant_leaves_a_part(void **state) {
+  (void)state;
+  scene s;
+  setup_scene(&s, 8);
+  qkv_prefix_index_destroy(&s.index);
+  s.index = qkv_prefix_index_create(8, 6);
+  for (int round = 0; round < 3; round++) {
+    attach(&s, &s.holders[0], 0);
+    for (int i = 0; i < 5; i++) assert_true(extend(&s, &s.holders[0], 0));
+    assert_false(extend(&s, &s.holders[0], 0));
+    attach(&s, &s.holders[1], 1);
+    assert_true(extend(&s, &s.holders[1], 0));
+    assert_false(extend(&s, &s.holders[1], 0));  // all are taken
+    check_index(&s);
+    assert_int_equal(qkv_prefix_index_read(s.index).refused, 2 * round + 2);
+    shorten(&s, &s.holders[0], 4);
+    assert_true(extend(&s, &s.holders[1], 0));
+    drop(&s, &s.holders[0]);
+    drop(&s, &s.holders[1]);
+    check_index(&s);
+  }
+  qkv_prefix_index_destroy(&s.index);
+}
+
 static void no_pages_no_matches(void **state) {
   (void)state;
   scene s;
@@ -290,7 +316,7 @@ static void *work(void *context) {
   for (int round = 0; round < 300; round++) {
     qkv_prefix_found found[FOUND];
     qkv_prefix_hash hash = own->all->roots[0];
-    const qkv_prefix_holder at = qkv_prefix_index_attach(own->all->index, &hash, (uint32_t)(own - workers));
+    const qkv_prefix_holder at = qkv_prefix_index_attach(own->all->index, &hash, (uint32_t)(own - workers), NULL);
     const size_t count = 1 + random_below(&own->seed, DEPTH);
     for (size_t i = 0; i < count; i++) {
       memcpy(list + i * PAGE, own->all->ids[random_below(&own->seed, PAGES)], sizeof own->all->ids[0]);
@@ -324,9 +350,13 @@ static void threads_match_what_they_hold(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(random_steps_are_as_in_the_model), cmocka_unit_test(roots_differ_by_tenant_model_and_salt),
-      cmocka_unit_test(hashes_stay_as_they_are),          cmocka_unit_test(the_latest_comes_first),
-      cmocka_unit_test(a_full_index_refuses_and_counts),  cmocka_unit_test(no_pages_no_matches),
+      cmocka_unit_test(random_steps_are_as_in_the_model),
+      cmocka_unit_test(roots_differ_by_tenant_model_and_salt),
+      cmocka_unit_test(hashes_stay_as_they_are),
+      cmocka_unit_test(the_latest_comes_first),
+      cmocka_unit_test(a_full_index_refuses_and_counts),
+      cmocka_unit_test(a_tenant_leaves_a_part),
+      cmocka_unit_test(no_pages_no_matches),
       cmocka_unit_test(threads_match_what_they_hold),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -24,7 +24,7 @@ static void setup(scene *s) {
   uint64_t seed = 3;
   s->model = test_model(1, 2, 16, 8, QKV_FP16);
   s->arena = qkv_arena_create("memory-budget", (uint64_t)1 << 27);
-  s->index = qkv_prefix_index_create(1024);
+  s->index = qkv_prefix_index_create(1024, 1024);
   for (int i = 0; i < 2; i++) s->rows[i] = make_sequence(&s->model, TOKENS, (uint64_t)i + 1);
   for (size_t i = 0; i < TOKENS; i++) s->ids[i] = (uint32_t)(random_normal(&seed) * 1e6F);
   s->config = (qkv_session_config){.name = "s",

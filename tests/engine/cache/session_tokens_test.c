@@ -21,7 +21,7 @@ typedef struct scene {
 static void setup_scene(scene *s) {
   uint64_t seed = 5;
   s->arena = qkv_arena_create("memory-budget", (uint64_t)1 << 20);
-  s->index = qkv_prefix_index_create(1000);
+  s->index = qkv_prefix_index_create(1000, 1000);
   s->config = (qkv_session_tokens_config){
       .arena = s->arena, .index = s->index, .root = qkv_prefix_root("default", "m", NULL, 0), .owner = 1};
   qkv_session_tokens_init(&s->tokens, &s->config);
