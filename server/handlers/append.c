@@ -331,8 +331,11 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   apply(stream);
 }
 
-static void fail_incomplete(append_stream *stream) {
+// The pages of what the stream has not completed are freed one by one, which may take a tenth of a second.
+static void fail_incomplete(void *context) {
+  append_stream *stream = context;
   char text[256];
+  if (!qkvi_job_wanted(stream->call)) return;
   (void)snprintf(text, sizeof text, "the stream has ended without `complete`: session %s is dropped",
                  qkv_session_name(stream->stage.sessions[0]));
   qkvi_stage_drop(stream->daemon, &stream->stage);
@@ -344,7 +347,7 @@ static void on_end(qkv_rpc_call *call) {
   if (stream == NULL)
     return qkv_rpc_finish(call, QKV_INVALID_ARGUMENT,
                           "the call of /qkv.v1.KvCache/Append has no message, 1 is needed");
-  if (stream->stage.count > 0) return fail_incomplete(stream);
+  if (stream->stage.count > 0) return qkvi_job_submit(call, qkvi_session_waits(call), fail_incomplete, stream);
   Qkv__V1__AppendResponse response = QKV__V1__APPEND_RESPONSE__INIT;
   response.items = stream->items;
   response.tokens = stream->tokens;
@@ -352,12 +355,20 @@ static void on_end(qkv_rpc_call *call) {
   qkvi_control_reply(call, &response.base);
 }
 
+static void drop_stream(void *context) {
+  append_stream *stream = context;
+  qkvi_stage_drop(stream->daemon, &stream->stage);
+  free(stream);
+}
+
+// Where the client has gone sessions may be left, which a job drops.
 static void destroy(void *state) {
   append_stream *stream = state;
   if (stream == NULL) return;
-  qkvi_stage_drop(stream->daemon, &stream->stage);  // the client has gone
   qkvi_request_deinit(&stream->request);
-  free(stream);
+  if (stream->stage.count == 0 ||
+      qkv_executor_submit(stream->daemon->executor, QKV_WORK_BULK, drop_stream, stream) != QKV_OK)
+    drop_stream(stream);
 }
 
 const qkv_rpc_method qkvi_append_methods[] = {
