@@ -254,13 +254,8 @@ bool qkv_accounts_read(qkv_accounts *accounts, const char *tenant, qkv_account_u
   return account != NULL;
 }
 
-static int by_tenant(const qkv_account *a, const qkv_account *b) {
-  return strcmp(a->tenant, b->tenant);
-}
-
 void qkv_accounts_each(qkv_accounts *accounts, bool (*fn)(void *context, const qkv_account *account), void *context) {
   pthread_mutex_lock(&accounts->lock);
-  HASH_SORT(accounts->all, by_tenant);
   for (const qkv_account *account = accounts->all; account != NULL; account = account->hh.next) {
     if (!fn(context, account)) break;
   }

@@ -121,7 +121,7 @@ void qkvi_watch_places_look(qkvi_watch_places *places, qkv_store *store, qkvi_wa
   const size_t capacity = qkv_store_read_stats(store).sessions + 1;
   qkv_session **listed = calloc(capacity, sizeof *listed);
   if (listed == NULL) abort();
-  const size_t count = qkv_store_list(store, &(qkv_store_filter){0}, listed, capacity);
+  const size_t count = qkv_store_backed(store, listed, capacity);
   places->looks++;
   places->told = 0;
   for (size_t i = 0; i < count; i++) {
