@@ -10,13 +10,13 @@
 
 // Bytes that a message may have, and those of them that are left, and fields.
 typedef struct bytes_left {
-  size_t most, now, fields;
+  size_t most, now, fields_most, fields;
 } bytes_left;
 
 // Subtracts the cost of a field.
 static qkv_status spend(size_t bytes, bytes_left *left, qkv_error *error) {
   if (left->fields-- == 0)
-    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %d fields", QKVI_CONTROL_FIELDS_MAX);
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %zu fields", left->fields_most);
   if (bytes > left->now)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "request has more than %zu bytes without those of files",
                     left->most);
@@ -70,9 +70,10 @@ static qkv_status check(qkv_bytes message, const ProtobufCMessageDescriptor *typ
 }
 
 // The message as one contiguous buffer. Where the two readers of the wire format disagree, the stricter one wins.
-static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDescriptor *type, size_t fields,
+                    qkv_error *error) {
   const qkv_segment segment = {.data = flat, .length = length};
-  bytes_left left = {.most = bytes_max(type), .now = bytes_max(type), .fields = QKVI_CONTROL_FIELDS_MAX};
+  bytes_left left = {.most = bytes_max(type), .now = bytes_max(type), .fields_most = fields, .fields = fields};
   if (check(qkv_bytes_of(&segment), type, &left, error) != QKV_OK) return NULL;
   ProtobufCMessage *request = protobuf_c_message_unpack(type, NULL, length, flat);
   if (request == NULL)
@@ -80,29 +81,30 @@ static void *unpack(const uint8_t *flat, size_t length, const ProtobufCMessageDe
   return request;
 }
 
-static void *unpack_within(size_t most, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
-  if (message.length > most) {
-    (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request is %zu bytes, at most %zu", message.length, most);
+static void *unpack_within(size_t bytes, size_t fields, qkv_bytes message, const ProtobufCMessageDescriptor *type,
+                           qkv_error *error) {
+  if (message.length > bytes) {
+    (void)qkv_fail(error, QKV_INVALID_ARGUMENT, "request is %zu bytes, at most %zu", message.length, bytes);
     return NULL;
   }
-  return qkvi_control_unpack_large(message, type, error);
-}
-
-void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
-  return unpack_within(bytes_max(type), message, type, error);
-}
-
-void *qkvi_control_unpack_here(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
-  return unpack_within(QKVI_HERE_BYTES_MAX, message, type, error);
-}
-
-void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
   uint8_t *flat = malloc(message.length + 1);
   if (flat == NULL) abort();
   qkv_bytes_copy(message, 0, message.length, flat);
-  void *request = unpack(flat, message.length, type, error);
+  void *request = unpack(flat, message.length, type, fields, error);
   free(flat);
   return request;
+}
+
+void *qkvi_control_unpack(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  return unpack_within(bytes_max(type), QKVI_CONTROL_FIELDS_MAX, message, type, error);
+}
+
+void *qkvi_control_unpack_here(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  return unpack_within(QKVI_HERE_BYTES_MAX, QKVI_HERE_FIELDS_MAX, message, type, error);
+}
+
+void *qkvi_control_unpack_large(qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_error *error) {
+  return unpack_within(SIZE_MAX, QKVI_CONTROL_FIELDS_MAX, message, type, error);
 }
 
 void qkvi_control_free(void *request) {

@@ -42,6 +42,9 @@ void qkv_health_deinit(qkv_health *health) {
 static qkv_status read_request(qkv_bytes message, bool *known, qkv_error *error) {
   static const char *const services[] = {"", "qkv.v1.KvCache", "qkv.v1.Admin"};
   *known = false;
+  if (message.length > QKVI_SOON_BYTES_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "request is %zu bytes, at most %d", message.length,
+                    QKVI_SOON_BYTES_MAX);
   Grpc__Health__V1__HealthCheckRequest *request =
       qkvi_control_unpack_here(message, &grpc__health__v1__health_check_request__descriptor, error);
   if (request == NULL) return error->status;

@@ -95,7 +95,7 @@ void qkvi_request_later(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMe
 void qkvi_request_work(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkv_work work,
                        qkv_job_fn *job) {
   qkv_error error = {0};
-  if (message.length > QKVI_HERE_BYTES_MAX)
+  if (message.length > QKVI_SOON_BYTES_MAX)
     return qkvi_request_later(call, message, type, qkvi_control_unpack, work, job);
   void *request = qkvi_control_unpack(message, type, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);

@@ -34,7 +34,7 @@ void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *jo
 bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context);
 
 // Unpacks a request, attaches it to the call (the method frees it with qkvi_control_free) and goes on in job(call).
-// One of more than QKVI_HERE_BYTES_MAX is unpacked there.
+// One of more than QKVI_SOON_BYTES_MAX is unpacked there.
 void qkvi_request_job(qkv_rpc_call *call, qkv_bytes message, const ProtobufCMessageDescriptor *type, qkvi_waits waits,
                       qkv_job_fn *job);
 // The same in a job of a kind.

@@ -204,7 +204,7 @@ static void register_job(void *context) {
 
 static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
-  if (message.length > QKVI_HERE_BYTES_MAX)
+  if (message.length > QKVI_SOON_BYTES_MAX)
     return qkvi_request_later(call, message, &qkv__v1__register_model_request__descriptor, qkvi_control_unpack_large,
                               qkvi_work_of(qkvi_session_waits(call), false), register_job);
   Qkv__V1__RegisterModelRequest *request =
