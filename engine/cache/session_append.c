@@ -72,6 +72,13 @@ qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_
   return begin_locked(session, layer, headroom, change);
 }
 
+qkv_layer *qkvi_session_begin_append(qkv_session *session, uint32_t layer, const qkv_append_use *use,
+                                     qkvi_row_change *change) {
+  if (!use->at_once) return qkvi_session_begin_rows(session, layer, use->headroom, change);
+  if (pthread_mutex_trylock(&layer_at(session, layer)->rows) != 0) return NULL;
+  return begin_locked(session, layer, use->headroom, change);
+}
+
 void qkvi_session_end_rows(const qkvi_row_change *change) {
   locked_layer *locked = layer_at(change->session, change->layer);
   locked->layer.access = NULL;
@@ -123,12 +130,6 @@ qkv_status qkv_session_append(qkv_session *session, uint32_t layer, uint64_t pos
                                error);
 }
 
-static bool lock_rows(qkv_session *session, uint32_t layer, bool at_once) {
-  if (at_once) return pthread_mutex_trylock(&layer_at(session, layer)->rows) == 0;
-  qkvi_session_lock_rows(layer_at(session, layer));
-  return true;
-}
-
 qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_append_use *use, uint64_t position,
                                  const qkv_tensor *k, const qkv_tensor *v, bool before_rope, uint64_t *appended,
                                  uint64_t *length, qkv_error *error) {
@@ -137,8 +138,8 @@ qkv_status qkv_session_append_in(qkv_session *session, uint32_t layer, qkv_appen
   QKV_TRY(qkvi_session_check_layer(session, layer, error));
   QKV_TRY(qkvi_session_make_layers(session, use->headroom, error));
   qkvi_session_touch_layer(session, layer);
-  if (!lock_rows(session, layer, use->at_once)) return QKV_UNAVAILABLE;
-  qkv_layer *appending = begin_locked(session, layer, use->headroom, &change);
+  qkv_layer *appending = qkvi_session_begin_append(session, layer, use, &change);
+  if (appending == NULL) return QKV_UNAVAILABLE;
   change.used_ms = qkv_session_last_used_ms(session);
   const bool renewed = renew_coder(session, layer);
   const qkv_row_ids ids = row_ids(use->ids, position, k);

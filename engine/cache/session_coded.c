@@ -16,7 +16,7 @@ typedef struct incoming {
   uint32_t layer;
   const qkv_incoming_page *pages;
   size_t count;
-  const uint32_t *ids;    // of all their tokens; NULL: not known
+  const qkv_append_use *use;
   qkv_coding **codings;   // [count], a reference each
   qkv_coded_page *coded;  // [count]
 } incoming;
@@ -56,16 +56,15 @@ static qkv_status validate_all(const incoming *all, uint64_t position, qkv_error
 }
 
 static qkv_row_ids row_ids(const incoming *all) {
-  qkv_row_ids ids = {.position = all->coded[0].position, .ids = all->ids};
-  for (size_t i = 0; i < all->count && all->ids != NULL; i++) ids.count += all->coded[i].tokens;
+  qkv_row_ids ids = {.position = all->coded[0].position, .ids = all->use->ids};
+  for (size_t i = 0; i < all->count && all->use->ids != NULL; i++) ids.count += all->coded[i].tokens;
   return ids;
 }
 
 // The session gets the codings before its layer has pages of them.
-static qkv_status append(const incoming *all, uint64_t *headroom, uint64_t *appended, uint64_t *length,
-                         qkv_error *error) {
+static qkv_status append(const incoming *all, uint64_t *appended, uint64_t *length, qkv_error *error) {
   qkvi_row_change change;
-  (void)qkvi_session_begin_rows(all->session, all->layer, headroom, &change);
+  if (qkvi_session_begin_append(all->session, all->layer, all->use, &change) == NULL) return QKV_UNAVAILABLE;
   qkv_layer *layer = qkvi_session_change(all->session, all->layer);
   qkvi_session_use_codings(all->session);
   for (size_t i = 0; i < all->count; i++) (void)qkvi_session_coding(all->session, all->pages[i].calibration);
@@ -80,8 +79,8 @@ static qkv_status append(const incoming *all, uint64_t *headroom, uint64_t *appe
   return status;
 }
 
-qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64_t *headroom, uint64_t position,
-                                    const qkv_incoming_page *pages, size_t count, const uint32_t *ids,
+qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, const qkv_append_use *use,
+                                    uint64_t position, const qkv_incoming_page *pages, size_t count,
                                     uint64_t *appended, uint64_t *length, qkv_error *error) {
   const qkv_model *model = qkv_session_model(session);
   assert(count > 0);
@@ -89,18 +88,18 @@ qkv_status qkv_session_append_pages(qkv_session *session, uint32_t layer, uint64
   if (layer >= model->layers)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "layer is %" PRIu32 ", the model %s has %" PRIu32 " layers", layer,
                     model->name, model->layers);
-  QKV_TRY(qkvi_session_make_layers(session, headroom, error));
+  QKV_TRY(qkvi_session_make_layers(session, use->headroom, error));
   qkv_session_touch(session);
   const incoming all = {.session = session,
                         .layer = layer,
                         .pages = pages,
                         .count = count,
-                        .ids = ids,
+                        .use = use,
                         .codings = calloc(count, sizeof(qkv_coding *)),
                         .coded = calloc(count, sizeof(qkv_coded_page))};
   if (all.codings == NULL || all.coded == NULL) abort();
   qkv_status status = validate_all(&all, position, error);
-  if (status == QKV_OK) status = append(&all, headroom, appended, length, error);
+  if (status == QKV_OK) status = append(&all, appended, length, error);
   for (size_t i = 0; i < count; i++) qkv_coding_unref(&all.codings[i]);
   free((void *)all.codings);
   free(all.coded);

@@ -50,6 +50,9 @@ typedef struct qkvi_row_change {
   const qkv_row_ids *ids;  // of rows that are appended; NULL: not known
 } qkvi_row_change;
 qkv_layer *qkvi_session_begin_rows(qkv_session *session, uint32_t layer, uint64_t *headroom, qkvi_row_change *change);
+// NULL where it is to be at once and another thread has the rows.
+qkv_layer *qkvi_session_begin_append(qkv_session *session, uint32_t layer, const qkv_append_use *use,
+                                     qkvi_row_change *change);
 void qkvi_session_end_rows(const qkvi_row_change *change);
 
 // Whether any layer has something that is not settled.

@@ -133,11 +133,14 @@ static qkv_status prepare(const qkv_rpc_call *call, qkv_session *session, const 
 }
 
 static qkv_status append_once(qkv_session *session, const qkvi_item *item, const copied *all, qkvi_append_ids *ids,
-                              uint64_t *headroom, uint64_t *appended, uint64_t *length, qkv_error *error) {
+                              uint64_t *headroom, qkvi_waits waits, uint64_t *appended, uint64_t *length,
+                              qkv_error *error) {
+  const qkv_append_use use = {.headroom = headroom,
+                              .ids = ids->count > 0 ? ids->ids : NULL,
+                              .at_once = (waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0};
   QKV_TRY(qkvi_append_ids_reserve(ids, headroom, error));
-  const qkv_status status =
-      qkv_session_append_pages(session, item->layer, headroom, item->position, all->pages, all->count,
-                               ids->count > 0 ? ids->ids : NULL, appended, length, error);
+  const qkv_status status = qkv_session_append_pages(session, item->layer, &use, item->position, all->pages,
+                                                     all->count, appended, length, error);
   qkvi_append_ids_done(ids, status == QKV_OK);
   return status;
 }
@@ -151,7 +154,7 @@ static qkv_status append_waiting(const qkv_rpc_call *call, qkv_session *session,
     uint64_t headroom = 0;
     *error = (qkv_error){0};
     if (i > 0) QKV_TRY(prepare(call, session, item, all, ids, &headroom, error));
-    status = append_once(session, item, all, ids, &headroom, appended, length, error);
+    status = append_once(session, item, all, ids, &headroom, QKVI_WAIT_DISK, appended, length, error);
     qkvi_budget_unreserve(daemon->residency, &headroom);
     if (i > 0) qkvi_budget_release(daemon->residency, session, item->layer);
   }
@@ -164,9 +167,9 @@ static qkv_status append_copied(const qkv_rpc_call *call, qkv_session *session, 
   const qkv_daemon *daemon = qkv_rpc_context(call);
   if ((*waits & QKVI_WAIT_DISK) != 0) return append_waiting(call, session, item, all, ids, appended, length, error);
   qkv_error reason = {0};
-  const qkv_status status = append_once(session, item, all, ids, NULL, appended, length, &reason);
+  const qkv_status status = append_once(session, item, all, ids, NULL, *waits, appended, length, &reason);
   if (status == QKV_UNAVAILABLE || (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL)) {
-    *waits |= QKVI_WAIT_DISK;
+    *waits |= daemon->residency != NULL ? QKVI_WAIT_DISK : QKVI_WAIT_ROWS;
     return QKV_UNAVAILABLE;
   }
   if (status != QKV_OK) *error = reason;

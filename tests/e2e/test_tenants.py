@@ -13,7 +13,7 @@ import pytest
 from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from kv import FP16, TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import kv_cache_pb2 as kv
-from qkv.v1 import objects_pb2, objects_pb2_grpc
+from qkv.v1 import model_pb2, objects_pb2, objects_pb2_grpc
 
 LAYERS = 2
 TENANTS = {"": 300, "other": 500}  # tokens of each one's session
@@ -373,27 +373,45 @@ def test_lines_that_name_a_session_name_its_tenant(daemon, name):
     assert sorted(line.get("tenant", "") for line in lines()) == list(TENANTS)
 
 
-def test_appends_to_one_layer_leave_threads():
+def pages_at(cache, position):
+    """Of another session of the cache's model."""
+    source = copy.copy(cache)
+    source.name = "coded"
+    source.stub.OpenSession(kv.OpenSessionRequest(session=source.name, model=cache.model.name, first_position=position,
+                                                  policy=model_pb2.CodecPolicy(recent_window=0)), timeout=TIMEOUT)
+    source.append(position, *source.rows(64), dtype=FP16)
+    pieces = source.stub.Fetch(kv.FetchRequest(session=source.name, layers=[0], coded=True), timeout=TIMEOUT)
+    return [page for piece in pieces for page in piece.pages]
+
+
+@pytest.mark.parametrize("coded", (False, True))
+def test_appends_to_one_layer_leave_threads(coded):
     """A long append codes its pages, more appends to its layer wait for it than there are threads that compute: another tenant's
     rows are read before it ends."""
     with Daemon("--threads", "2", "--codec", "ecsq", "--calibrate-tokens", "0") as daemon:
         other = Cache(Tenant(daemon.stub(), "b"), "read", layers=1)
         other.append(0, *other.rows(256))
-        cache = Cache(Tenant(daemon.stub(), "a"), "appended", layers=1, kv_heads=8, q_heads=8, key_dim=128, value_dim=128,
+        cache = Cache(Tenant(daemon.stub(), "a"), "appended", layers=1, kv_heads=1, q_heads=1, key_dim=64, value_dim=64,
                       dtype=FP16, recent_window=0)
         append = daemon.stub().Append
+        pages = pages_at(cache, 1 << 20) if coded else []
 
-        def begin(position, tokens):
-            request = kv.AppendRequest(items=[cache.item(position, *cache.rows(tokens), dtype=FP16)])
+        def begin(item):
+            request = kv.AppendRequest(items=[item])
             return append.future(iter([request]), timeout=TIMEOUT, metadata=(("qkv-tenant", "a"),))
 
-        long = begin(0, 12000)
-        waiting = [begin(1 << 20, 1)]
+        def begin_small():
+            if coded:
+                return begin(cache.item(1 << 20, pages=pages))
+            return begin(cache.item(1 << 20, *cache.rows(1), dtype=FP16))
+
+        long = begin(cache.item(0, *cache.rows(192000), dtype=FP16))
+        waiting = [begin_small()]
         time.sleep(0.05)
         while waiting[0].done() and not long.done():  # it was refused: the long one has not begun
-            waiting[0] = begin(1 << 20, 1)
+            waiting[0] = begin_small()
             time.sleep(0.05)
-        waiting += [begin(1 << 20, 1) for _ in range(8)]
+        waiting += [begin_small() for _ in range(8)]
         wait_for(lambda: daemon.metric("qkvd_calls_running") >= 1 + len(waiting) or long.done(), "the appends are not there")
         queued = [daemon.metric("qkvd_queue_jobs") for _ in range(10)]
         assert min(queued) <= 1, "all but one have a thread that may wait, else two"

@@ -156,6 +156,8 @@ MUTANTS = [
      "  if (pool->ending) call_thread(pool);", "engine/base/pool"),
     ("a job that computes waits for another append", "server/handlers/append.c",
      "(waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0", "false", "e2e/tenants"),
+    ("an append of pages that is in a hurry waits", "engine/cache/session_append.c", "if (!use->at_once) return", "return",
+     "engine/cache/session|e2e/tenants"),
     # ---- Shared pages ----
     ("a fork writes into shared rows", "engine/cache/layer_tail.c",
      "  if (block->share == NULL) return false;\n  if (!qkvi_block_is_shared(block)) {",

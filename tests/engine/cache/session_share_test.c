@@ -155,21 +155,29 @@ static void test_what_is_not_taken(void **state) {
   teardown(&s);
 }
 
-// Appends the first pages of one session's layer to another as they are, with their ids.
-static void copy_pages(const scene *s, qkv_session *from, qkv_session *to, uint32_t layer) {
-  enum { COPIED = 4 };
+enum { COPIED = 4 };
+
+// Appends the first pages of one session's layer to another as they are.
+static qkv_status append_pages(qkv_session *from, qkv_session *to, uint32_t layer, const qkv_append_use *use,
+                               qkv_error *error) {
   const qkv_layer *read;
   qkv_coded_page held[COPIED];
   qkv_incoming_page pages[COPIED];
   uint64_t appended, length;
-  qkv_error error = {0};
   assert_int_equal(qkv_session_read(from, layer, &read, NULL), QKV_OK);
   assert_int_equal(qkv_layer_coded_pages(read, 0, COPIED * PAGE, UINT64_MAX, held, COPIED), COPIED);
   for (size_t i = 0; i < COPIED; i++)
     pages[i] = (qkv_incoming_page){.image = held[i].image, .bytes = held[i].bytes, .tokens = held[i].tokens};
-  if (qkv_session_append_pages(to, layer, NULL, 0, pages, COPIED, NULL, &appended, &length, &error) != QKV_OK)
-    fail_msg("%s", error.text);
+  const qkv_status status = qkv_session_append_pages(to, layer, use, 0, pages, COPIED, &appended, &length, error);
+  assert_int_equal(appended, status == QKV_OK ? COPIED * PAGE : 0);
   qkv_session_read_done(from, layer);
+  return status;
+}
+
+// The same with their ids.
+static void copy_pages(const scene *s, qkv_session *from, qkv_session *to, uint32_t layer) {
+  qkv_error error = {0};
+  if (append_pages(from, to, layer, &(qkv_append_use){0}, &error) != QKV_OK) fail_msg("%s", error.text);
   qkv_session_tokens *tokens = qkv_session_tokens_of(to);
   uint64_t reserved = qkv_session_tokens_cost(tokens, 0, COPIED * PAGE);
   assert_int_equal(qkv_arena_reserve(s->arena, reserved, &error), QKV_OK);
@@ -196,6 +204,54 @@ static void test_copied_pages_are_taken_whole_alone(void **state) {
   assert_ptr_equal(image_of(session, 0, 1), image_of(copy, 0, 1));
   close_session(&session);
   close_session(&copy);
+  close_session(&source);
+  teardown(&s);
+}
+
+// Asked for the first page of an append, which has the layer's rows meanwhile.
+typedef struct asking_encoder {
+  qkv_row_encoder base;
+  qkv_session *from, *to;
+  int asked;
+  qkv_status same, other;  // of pages for this layer and for another one
+  qkv_error error;
+} asking_encoder;
+
+static bool ask(const qkv_row_encoder *encoder, const qkv_row_page *page, void *image, size_t *bytes) {
+  asking_encoder *own = (asking_encoder *)encoder;
+  const qkv_append_use use = {.at_once = true};
+  (void)page;
+  (void)image;
+  (void)bytes;
+  if (own->asked++ > 0) return false;
+  own->same = append_pages(own->from, own->to, 0, &use, &own->error);
+  own->other = append_pages(own->from, own->to, 1, &use, &own->error);
+  return false;
+}
+
+// An append of pages that is in a hurry does not wait for another one to the layer.
+static void test_pages_at_once(void **state) {
+  (void)state;
+  scene s;
+  setup(&s);
+  qkv_session_config hidden = s.config;
+  hidden.prefixes = NULL;
+  qkv_session *source = open_session(&s, &hidden), *session = open_session(&s, &hidden);
+  (void)append_all(&s, source, 0, 0, TOKENS);
+  asking_encoder asking = {.base = {.encode = ask}, .from = source, .to = session};
+  row_pair pair;
+  uint64_t appended, length;
+  qkv_error error = {0};
+  make_pair(&pair, &s.rows[0], 0, TOKENS, QKV_FP16);
+  assert_int_equal(qkv_session_append_in(session, 0, &(qkv_append_use){.encoder = &asking.base}, 0, &pair.k.tensor,
+                                         &pair.v.tensor, false, &appended, &length, &error),
+                   QKV_OK);
+  free_pair(&pair);
+  assert_int_equal(asking.same, QKV_UNAVAILABLE);
+  assert_int_equal(asking.other, QKV_OK);
+  assert_string_equal(asking.error.text, "");
+  assert_int_equal(append_pages(source, session, 2, &(qkv_append_use){.at_once = true}, &error), QKV_OK);
+  close_session(&session);
   close_session(&source);
   teardown(&s);
 }
@@ -324,6 +380,7 @@ int main(void) {
       cmocka_unit_test(test_pages_are_taken),
       cmocka_unit_test(test_what_is_not_taken),
       cmocka_unit_test(test_copied_pages_are_taken_whole_alone),
+      cmocka_unit_test(test_pages_at_once),
       cmocka_unit_test(test_pages_of_another_calibration_are_not_taken),
       cmocka_unit_test(test_chains_are_those_that_are_kept),
       cmocka_unit_test(test_all_at_once),
