@@ -145,12 +145,12 @@ static qkv_status append_rows(const qkv_rpc_call *call, qkv_session *session, co
   return status;
 }
 
-// Where memory is full sessions may be closed for it, by a thread that may wait for them.
+// Where memory is full sessions may be closed for it, by a thread that may wait until they have left it.
 static qkv_status append_evicting(const qkv_rpc_call *call, qkv_session *session, const qkvi_item *item,
                                   qkvi_waits *waits, uint64_t *appended, uint64_t *length, qkv_error *error) {
   qkv_status status = append_rows(call, session, item, waits, appended, length, error);
-  if (status == QKV_RESOURCE_EXHAUSTED && (*waits & QKVI_WAIT_LAYERS) == 0) {
-    *waits |= QKVI_WAIT_LAYERS;
+  if (status == QKV_RESOURCE_EXHAUSTED && (*waits & (QKVI_WAIT_MEMORY | QKVI_WAIT_DISK)) == 0) {
+    *waits |= QKVI_WAIT_LAYERS | QKVI_WAIT_MEMORY;
     *error = (qkv_error){0};
     return QKV_UNAVAILABLE;
   }

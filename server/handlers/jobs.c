@@ -15,7 +15,8 @@ qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error) {
 }
 
 qkv_work qkvi_work_of(qkvi_waits waits, bool bulk) {
-  if ((waits & (QKVI_WAIT_DISK | QKVI_WAIT_ROWS)) != 0) return bulk ? QKV_WORK_BULK_BLOCKING : QKV_WORK_BLOCKING;
+  const qkvi_waits computes = QKVI_WAIT_LAYERS;
+  if ((waits & ~computes) != 0) return bulk ? QKV_WORK_BULK_BLOCKING : QKV_WORK_BLOCKING;
   return bulk ? QKV_WORK_BULK : QKV_WORK_INTERACTIVE;
 }
 

@@ -13,10 +13,11 @@
 qkv_status qkvi_queue_full(qkv_daemon *daemon, qkv_error *error);
 
 // Wait reasons: a mask of what a handler may wait for on its thread. Nothing on a completion-queue thread, layers in
-// a job that computes, and in one that blocks also the disk, and the rows of a layer, which another append has until
-// it has coded its pages. A function that would have to wait for anything else adds that to the mask and returns
-// QKV_UNAVAILABLE with nothing changed; the caller goes on in a job that may wait for all of the mask.
-enum { QKVI_WAIT_LAYERS = 1 << 0, QKVI_WAIT_DISK = 1 << 1, QKVI_WAIT_ROWS = 1 << 2 };
+// a job that computes, and in one that blocks also the disk, the rows of a layer, which another append has until it
+// has coded its pages, and memory of sessions that are closed for others (server/evict.h). A function that would have
+// to wait for anything else adds that to the mask and returns QKV_UNAVAILABLE with nothing changed; the caller goes
+// on in a job that may wait for all of the mask.
+enum { QKVI_WAIT_LAYERS = 1 << 0, QKVI_WAIT_DISK = 1 << 1, QKVI_WAIT_ROWS = 1 << 2, QKVI_WAIT_MEMORY = 1 << 3 };
 typedef unsigned qkvi_waits;
 
 // The kind of job that may wait for these.

@@ -421,6 +421,46 @@ def test_what_is_guaranteed_stays(tmp_path):
         assert before > MIB and admin.usage("safe").host_bytes == before
 
 
+@pytest.mark.parametrize("tokens", [64, 1024], ids=["small", "bulk"])
+def test_a_tenant_that_evicts_leaves_threads(tmp_path, tokens):
+    """In memory, appends of a tenant at its quota close sessions that an attend of its still reads, and wait for their memory:
+    the jobs that compute do not, of which there are no more than processors."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("b host_bytes=64MiB\n")
+    with Daemon("--quota-file", str(quotas), "--threads", "2", "--codec", "exact") as daemon:
+        stub, tenant = Tenant(daemon.stub(), "a"), (("qkv-tenant", "a"),)
+        cache = Cache(stub, "held", layers=1, kv_heads=2, q_heads=2, key_dim=128, value_dim=16)
+        request = kv.AppendRequest(items=[cache.item(0, *cache.rows(4096))])
+        attend = kv.AttendRequest()
+        for i in range(36):
+            name = request.items[0].session = f"held-{i}"
+            stub.OpenSession(kv.OpenSessionRequest(session=name, model=cache.model.name, retention=kv.RETENTION_EVICT),
+                             timeout=TIMEOUT)
+            stub.Append(iter([request]), timeout=TIMEOUT)
+            attend.items.append(cache.item(4096, q=cache.queries(400)))
+            attend.items[-1].session = name
+        caches = [Cache(stub, f"s{i}", layers=1, kv_heads=1, q_heads=1) for i in range(9)]
+        admin = Admin(daemon)
+        admin.set("a", host_bytes=admin.usage("a").host_bytes + 1024)
+        attending = daemon.stub().Attend.future(attend, timeout=TIMEOUT, metadata=tenant)
+        wait_for(lambda: daemon.metric("qkvd_calls_running") >= 1, "the attend is not there")
+        time.sleep(0.3)  # until it has its sessions
+        calls = []
+        for one in caches:
+            request = kv.AppendRequest(items=[one.item(0, *one.rows(tokens))])
+            calls.append(daemon.stub().Append.future(iter([request]), timeout=TIMEOUT, metadata=tenant))
+        wait_for(lambda: daemon.metric("qkvd_sessions_evicted_total") >= 1, "nothing is evicted")
+        queued = []
+        while len(queued) < 20 and min(queued, default=9) > 2:  # bulk jobs yield to the attend
+            time.sleep(0.02)
+            queued.append(daemon.metric("qkvd_queue_jobs"))
+        assert min(queued) <= 2, "but for the attend, all but one have a thread that may wait, else two"
+        assert not any(call.done() for call in (attending, *calls))
+        attending.cancel()
+        for call in calls:
+            assert call.code() in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
 @pytest.mark.parametrize("data_dir", [False, True])
 def test_objects_count(tmp_path, data_dir):
     """Without an SSD a put beyond the ceiling is refused; with one the tenant's own leave memory, and come back."""

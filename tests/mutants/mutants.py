@@ -158,6 +158,8 @@ MUTANTS = [
      "(waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0", "false", "e2e/tenants"),
     ("an append of pages that is in a hurry waits", "engine/cache/session_append.c", "if (!use->at_once) return", "return",
      "engine/cache/session|e2e/tenants"),
+    ("a job that computes closes sessions for memory", "server/handlers/append.c", "(QKVI_WAIT_MEMORY | QKVI_WAIT_DISK)",
+     "(QKVI_WAIT_LAYERS | QKVI_WAIT_DISK)", "e2e/quotas"),
     # ---- Shared pages ----
     ("a fork writes into shared rows", "engine/cache/layer_tail.c",
      "  if (block->share == NULL) return false;\n  if (!qkvi_block_is_shared(block)) {",
