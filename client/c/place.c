@@ -119,13 +119,18 @@ static void watch_failed(qkv_client *part) {
   qkvi_health_watch(part->health);
 }
 
+// Of a health check that a call makes: no more than the call has.
+static int64_t check_ms(const qkv_client *whole) {
+  return whole->options.timeout_ms < QKVI_HEALTH_MS ? whole->options.timeout_ms : QKVI_HEALTH_MS;
+}
+
 // Whether calls may go there. One that is suspect is asked, unless it is watched; `why` where it is not.
 static bool answers(const qkv_client *whole, qkv_client *part, qkv_call_error *why) {
   assert(part != NULL);
   if (is_in_use(part)) return true;
   part->suspect = true;
   if (is_left_alone(part, why)) return false;
-  inquiry one = {.part = part, .timeout_ms = QKVI_HEALTH_MS};
+  inquiry one = {.part = part, .timeout_ms = check_ms(whole)};
   (void)ask(&one);
   conclude(whole, &one);
   if (one.why.code != QKV_OK) *why = one.why;
@@ -216,7 +221,7 @@ qkv_code qkvi_each_part(qkv_client *client, bool (*fn)(qkv_client *part, void *c
     (void)fn(client, context);
     return qkvi_ok(error);
   }
-  ask_all(client, false, QKVI_HEALTH_MS, &why);
+  ask_all(client, false, check_ms(client), &why);
   for (size_t i = 0; i < client->part_count; i++) {
     if (client->parts[i]->suspect) continue;
     set_key(client->parts[i], client->placement);

@@ -101,6 +101,9 @@ static void one_that_hangs_keeps_nobody(void **state) {
   qkv_code code = QKV_NOT_FOUND;  // until all of its threads have stopped
   while (code == QKV_NOT_FOUND) code = qkv_client_get_session(client, names[0], &info, &error);
   assert_int_equal(code, QKV_DEADLINE_EXCEEDED);
+  const int64_t began = fixture_now_ms();  // the health check takes no more time than the call has
+  assert_int_equal(qkv_client_get_session(client, names[0], &info, &error), QKV_NOT_FOUND);
+  assert_true(fixture_now_ms() - began < STALL_MS);
   qkv_client_set_timeout(client, 5000);
   for (size_t s = 0; s < SESSIONS; s++)
     ok(qkv_client_open_session(client, &(qkv_session_options){.session = names[s], .model = "m"}, &error), &error);
