@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent import futures
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -440,6 +441,62 @@ def test_fork_with_a_stream(client, session, rows, queries):
             assert in_child(lambda: child(stream)) == 0
         assert stream.attend([qkvd.Item(session=session.name, q=q)])[0].error is None
     assert in_child(lambda: session.info()) == 0
+
+
+@new_grpc
+def test_a_fork_waits_for_fetches_of_other_threads(client, session, rows):
+    """Else the child's gRPC could read what comes to the parent."""
+    k, v = rows(100_000)
+    session.append(0, k, v)
+    with futures.ThreadPoolExecutor(1) as pool:
+        for _ in range(5):
+            fetched = pool.submit(session.fetch, 0)
+            time.sleep(0.002)
+            assert in_child(session.info) == 0
+            assert np.array_equal(fetched.result()[0], k)
+    assert calls_under_way._streams == 0
+
+
+class Answers:
+    """Of a call, without gRPC, which may crash in a child whatever is done."""
+
+    def __init__(self):
+        self.cancelled = False
+        self.callback = lambda _: None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return b""
+
+    def add_done_callback(self, callback):
+        self.callback = callback
+
+    def cancel(self):
+        self.cancelled = True
+        self.callback(self)
+
+
+@pytest.mark.parametrize("of", [lambda client: client._stream("Fetch", b"", 10), lambda client: client.watch()])
+def test_a_child_leaves_a_stream_of_answers_alone(client, monkeypatch, of):
+    """To cancel it there would break the parent's connection."""
+    answers = Answers()
+    monkeypatch.setattr(client, "_answers", lambda *_: answers)
+    held = [of(client)]
+    next(held[0])
+
+    def child(read_on):
+        if read_on:
+            with pytest.raises(qkvd.FailedPrecondition, match="before fork"):
+                next(held[0])
+        held.clear()
+        assert not answers.cancelled
+
+    for read_on in False, True:
+        assert in_child(partial(child, read_on)) == 0
+    held.clear()
+    assert answers.cancelled and calls_under_way._streams == 0 and not calls_under_way._readers
 
 
 @new_grpc

@@ -306,16 +306,19 @@ class Client:
         client = self._at(None)
         answers = client._answers("unary_stream", calls.CACHE + "Watch", request, None)
         calls_under_way.stream_begins()
-        silence = waits.Silence(answers, max(self._connection.timeout, calls.WATCH_PATIENCE))
+        silence, process = waits.Silence(answers, max(self._connection.timeout, calls.WATCH_PATIENCE)), os.getpid()
         try:
             for answer in silence.heard():
                 yield read(answer)
+                if process != os.getpid():
+                    raise errors.FailedPrecondition("the watch began before fork(): begin one in the child")
         except grpc.RpcError as error:
             raise silence.error("Watch") or client._failure(error, "Watch", None) from None
         finally:
-            silence.end()
-            answers.cancel()
-            calls_under_way.stream_ends()
+            if calls_under_way.is_own(process, silence, answers):
+                silence.end()
+                answers.cancel()
+                calls_under_way.stream_ends()
 
     # ---- opaque objects ----
 
@@ -645,25 +648,29 @@ class Client:
         if self._daemons:
             yield from several_sync.stream(self, method, request, timeout, key)
             return
-        backoff = self._backoff(timeout)
+        backoff, process = self._backoff(timeout), os.getpid()
         began = False
         while True:
             left = backoff.left()
             answers = self._answers("unary_stream", method, request, key, left)
             calls_under_way.stream_begins()
-            watch = waits.Watch(answers, left)
+            reader, watch = calls_under_way.read_begins(answers), waits.Watch(answers, left)
             try:
                 watch.start()
                 for answer in answers:
                     watch.cancel()
                     began = True
                     yield answer
+                    if process != os.getpid():
+                        raise errors.FailedPrecondition("the answers were asked for before fork(): ask anew in the child")
                 return
             except grpc.RpcError as error:
                 if was := watch.error(method, self._seconds(timeout)):
                     raise was from None
                 self._wait(backoff, error, method, timeout, repeat=not began)
             finally:
-                watch.cancel()
-                answers.cancel()
-                calls_under_way.stream_ends()
+                if calls_under_way.is_own(process, watch, answers):
+                    watch.cancel()
+                    answers.cancel()
+                    calls_under_way.stream_ends()
+                    calls_under_way.read_ends(reader)

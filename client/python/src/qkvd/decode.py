@@ -41,7 +41,7 @@ class _Opened:
 
     def end(self) -> None:
         """Once; not in a child of fork(), where it is the parent's."""
-        if self.ended.is_set() or self.process != os.getpid():
+        if not calls_under_way.is_own(self.process, self.answers) or self.ended.is_set():
             return
         self.ended.set()
         self.requests.put(None)

@@ -40,6 +40,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.usable = True  # False in a child: calls were under way as it was forked
+        self._parents: list[Any] = []
         self.renew()
 
     def renew(self) -> None:
@@ -49,6 +50,8 @@ class Calls:
         self._streams = 0
         self._forking = False
         self._given_up: list[Any] = []
+        self._readers: dict[object, int] = {}  # their threads; 0: it has read all
+        self._unended: set[object] = set()  # of readers, whose calls gRPC has not ended
 
     def __enter__(self) -> None:
         with self._changed:
@@ -69,6 +72,31 @@ class Calls:
         with self._changed:
             self._streams = max(self._streams - 1, 0)  # one of the parent's may end in the child
 
+    def read_begins(self, answers: Any) -> object:
+        """Of a stream of answers that a fork of another thread waits for, too: until `read_ends`, and gRPC has ended the
+        call."""
+        reader = object()
+        with self._changed:
+            self._readers[reader] = threading.get_ident()
+            self._unended.add(reader)
+        answers.add_done_callback(lambda _: self._has_ended(reader))
+        return reader
+
+    def read_ends(self, reader: object) -> None:
+        with self._changed:
+            if reader in self._unended:
+                self._readers[reader] = 0  # a fork of its thread waits, too
+            else:
+                self._readers.pop(reader, None)
+            self._changed.notify_all()
+
+    def _has_ended(self, reader: object) -> None:
+        with self._changed:
+            self._unended.discard(reader)
+            if self._readers.get(reader) == 0:
+                del self._readers[reader]
+            self._changed.notify_all()
+
     @contextmanager
     def given_up(self, call: Any) -> Iterator[None]:
         """A fork cancels this call, so that it has not long to wait: until gRPC has ended it, and not only told of it."""
@@ -85,12 +113,21 @@ class Calls:
             with self._changed:
                 self._given_up.remove(call)
 
+    def is_own(self, process: int, *calls: Any) -> bool:
+        """Whether these calls, which began in that process, are of this one. Those of a parent are kept: they would be
+        cancelled with their objects, in a gRPC that is not whole, on a connection that the parent uses."""
+        if process == os.getpid():
+            return True
+        self._parents.extend(calls)
+        return False
+
     def before_fork(self) -> None:
         self._changed.acquire()
         self._forking = True
         for call in self._given_up:
             call.cancel()
-        self._changed.wait_for(lambda: self._running == 0, FORK_WAITS)
+        own = threading.get_ident()
+        self._changed.wait_for(lambda: self._running == 0 and all(one == own for one in self._readers.values()), FORK_WAITS)
 
     def after_in_parent(self) -> None:
         self._forking = False
