@@ -71,6 +71,8 @@ uint64_t qkv_attend_cost(const qkv_attend *request);
 // requests, how many are worth about `cost` bytes, the first one at least; of the last of them *queries alone, a
 // block of rows at least. Ranges that a request shares with the one before count once where one pass serves both.
 size_t qkv_attend_take(const qkv_attend *requests, size_t count, uint64_t cost, uint64_t *queries);
+// The cost for the next turn, after one of `cost` that took `ns`: turns become some 0.1 s long on any processor.
+uint64_t qkv_attend_next_cost(uint64_t cost, uint64_t ns);
 // A turn of the request: queries [first, first + count) alone, with their place in out and lse. And the request
 // without positions from `end` on, for later turns to see what the first one saw.
 qkv_attend qkv_attend_slice(const qkv_attend *request, uint64_t first, uint64_t count);

@@ -82,6 +82,12 @@ static uint64_t queries_in(const qkv_attend *request, uint64_t blocks) {
   return queries == 0 ? 1 : queries < all ? queries : all;
 }
 
+uint64_t qkv_attend_next_cost(uint64_t cost, uint64_t ns) {
+  const uint64_t turn_ns = 100000000, cost_max = (uint64_t)1 << 50;
+  if (ns > turn_ns) return cost > 1 ? cost / 2 : 1;
+  return ns < turn_ns / 2 && cost < cost_max ? cost * 2 : cost;
+}
+
 size_t qkv_attend_take(const qkv_attend *requests, size_t count, uint64_t cost, uint64_t *queries) {
   uint64_t taken = 0;
   size_t together = 0;  // rows of requests that meet pages together

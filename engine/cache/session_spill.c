@@ -49,16 +49,20 @@ qkv_status qkv_session_seal(qkv_session *session, qkv_error *error) {
   return QKV_OK;
 }
 
-// Every page waits for readers of the layer.
+// Whether a thread has a layer, or has had one since.
+static bool is_used(qkv_session *session, uint32_t at, int64_t since_ms) {
+  if (qkv_session_last_used_ms(session) != since_ms || qkvi_session_try_change(session, at) == NULL) return true;
+  qkvi_session_changed(session, at);
+  return false;
+}
+
 qkv_status qkv_session_seal_idle(qkv_session *session, qkv_error *error) {
-  enum { PAGES = 8 };
   const int64_t used_ms = qkv_session_last_used_ms(session);
   if (!qkvi_session_has_layers(session)) return QKV_OK;
   for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++) {
     for (bool more = true; more;) {
-      QKV_TRY(seal_pages(session, i, PAGES, &more, error));
-      if (more && qkv_session_last_used_ms(session) != used_ms)
-        return qkv_fail(error, QKV_UNAVAILABLE, "the session is in use");
+      if (is_used(session, i, used_ms)) return qkv_fail(error, QKV_UNAVAILABLE, "the session is in use");
+      QKV_TRY(seal_pages(session, i, 1, &more, error));
     }
   }
   return QKV_OK;

@@ -27,7 +27,7 @@ void qkv_session_detach(qkv_session *session);
 // As qkv_layer_seal for every layer, and gives the pages to the backing: what a session that is to survive its
 // process needs. RESOURCE_EXHAUSTED; layers that were sealed until then stay so.
 qkv_status qkv_session_seal(qkv_session *session, qkv_error *error);
-// The same for a session that is not in use: UNAVAILABLE, with the rest left, soon after a use has begun.
+// The same for a session that is not in use: UNAVAILABLE, with the rest left, as soon as it is.
 qkv_status qkv_session_seal_idle(qkv_session *session, qkv_error *error);
 
 // As qkv_layer_evict, layer by layer, until `bytes` are free or there are no more; nothing of pinned layers. Layers

@@ -104,6 +104,7 @@ static void begin_check(qkvi_attend_call *state) {
   state->part_count = state->request.count;
   state->next = state->next_sync = 0;
   state->cost = 0;
+  state->turn = 0;
   state->block_bytes = 0;
   for (size_t i = 0; i < state->part_count; i++)
     state->parts[i] = (qkvi_attend_part){.item = &state->request.items[i]};

@@ -42,6 +42,7 @@ typedef struct qkvi_attend_call {
   size_t next;                 // part to append
   size_t next_sync;            // part whose rows are to be durable
   double cost;                 // of all attends
+  uint64_t turn;               // cost of a turn; 0: none has begun
   uint64_t block_bytes;        // of all outs and LSEs
   qkvi_response_block *block;  // of block_bytes; NULL without attends
   qkvi_region *into;           // where the block is copied to; NULL: the answer refers to it

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/base/histogram.h"
 #include "engine/cache/session_spill.h"
 #include "server/daemon.h"
 #include "server/residency/restore.h"
@@ -49,9 +50,11 @@ static qkv_status run_turn(const pieces *all, qkv_attend *piece, uint64_t *first
   if (*held) {
     piece->layer = layer;
     qkv_attend turn = qkv_attend_slice(piece, *first, (uint64_t)piece->q.dims[0] - *first);
-    (void)qkv_attend_take(&turn, 1, wanted->turn, &queries);
+    (void)qkv_attend_take(&turn, 1, *wanted->turn, &queries);
     turn = qkv_attend_slice(&turn, 0, queries);
+    const uint64_t began = qkv_stage_now();
     qkv_attend_run(wanted->pool, &turn, 1);
+    *wanted->turn = qkv_attend_next_cost(*wanted->turn, qkv_stage_now() - began);
     *first += queries;
   }
   qkv_session_read_done(wanted->session, wanted->layer);
@@ -106,7 +109,7 @@ qkv_status qkvi_attend_pieces(const qkvi_pieces *wanted, const qkv_attend *reque
                 .residency = daemon->residency,
                 .request = request,
                 .bytes = qkvi_budget_limit(daemon->residency) / BUDGET_PART};
-  all.out = malloc(rows * dim * sizeof *all.out + rows * sizeof *all.lse);
+  all.out = calloc(rows, (dim + 1) * sizeof *all.out);  // and a row's LSE
   if (all.out == NULL) abort();
   all.lse = all.out + rows * dim;
   memset(request->out, 0, rows * dim * sizeof *request->out);

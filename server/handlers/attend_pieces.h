@@ -14,7 +14,7 @@ typedef struct qkvi_pieces {
   uint32_t cuts;        // of the layer (engine/cache/layer.h) when the request began
   uint64_t begin, end;  // positions
   size_t held;          // as in server/residency/restore.h
-  uint64_t turn;        // bytes that are read with the layer locked (engine/cache/attend.h)
+  uint64_t *turn;       // cost of a turn (engine/cache/attend.h), which adapts
 } qkvi_pieces;
 
 // Runs a checked request, whose out and lse are allocated, over positions of the session's layer: some pages are

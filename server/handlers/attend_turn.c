@@ -10,12 +10,17 @@
 #include "server/residency/read_ahead.h"
 #include "server/residency/restore.h"
 
-// Codes and exact rows that a turn reads for each thread, once for each block of queries: full blocks take 0.1 s, at
-// 0.6 GB/s on one thread of two. A batch of very many queries takes minutes.
-#define TURN_BYTES ((uint64_t)32 << 20)
+// Codes and exact rows that the first turn of a request reads for each thread, once for each block of queries: 15 ms.
+// Later turns are as long as they should be (qkv_attend_next_cost).
+#define TURN_BYTES ((uint64_t)8 << 20)
 
 static qkv_pool *pool_of(const qkvi_attend_call *state) {
   return qkv_executor_pool(state->daemon->executor, QKV_WORK_INTERACTIVE);
+}
+
+static uint64_t *turn_of(qkvi_attend_call *state) {
+  if (state->turn == 0) state->turn = TURN_BYTES * qkv_pool_width(pool_of(state));
+  return &state->turn;
 }
 
 static void release(const qkvi_attend_call *state, qkvi_attend_part *part) {
@@ -114,7 +119,7 @@ static size_t choose(qkvi_attend_call *state, size_t count) {
   qkvi_attend_part **order = state->order;
   uint64_t queries;
   size_t left = 0;
-  const size_t taken = qkv_attend_take(state->attends, count, TURN_BYTES * qkv_pool_width(pool_of(state)), &queries);
+  const size_t taken = qkv_attend_take(state->attends, count, *turn_of(state), &queries);
   state->attends[taken - 1] = qkv_attend_slice(&state->attends[taken - 1], 0, queries);
   for (size_t i = 0, end; i < count; i = end) {
     const size_t before = left;
@@ -179,7 +184,7 @@ static qkv_status attend_pieces(qkvi_attend_call *state, qkvi_attend_part *part,
                               .begin = part->begin,
                               .end = part->end,
                               .held = held,
-                              .turn = TURN_BYTES * qkv_pool_width(pool_of(state))};
+                              .turn = turn_of(state)};
   const qkv_status status = qkvi_attend_pieces(&wanted, left, error);
   narrow(state, part);
   part->attended += queries_left(part);
@@ -293,6 +298,7 @@ static void run_turn(qkvi_attend_call *state, size_t count) {
   }
   const uint64_t began = qkv_stage_now();
   qkv_attend_run((state->waits & QKVI_WAIT_LAYERS) != 0 ? pool_of(state) : NULL, state->attends, count);
+  state->turn = qkv_attend_next_cost(state->turn, qkv_stage_now() - began);
   qkv_stage_add(QKV_STAGE_ATTEND, began);
   unlock(state->order, count);
   for (size_t i = 0; i < count; i++) {

@@ -83,18 +83,20 @@ static uint64_t seal_session(qkvi_residency *residency, qkv_session *session, bo
 uint64_t qkvi_eviction_seal_idle(qkvi_residency *residency, uint64_t bytes, bool *left) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t sealed = 0;
-  *left = false;
+  bool idle = true, used, any_used = false;
   qkv_recency_begin(recency, QKV_RECENCY_EXACT);
-  while (sealed < bytes && !*left) {
+  while (sealed < bytes && idle) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EXACT);
     if (session == NULL) break;
     if (qkv_session_bytes_exact(session) > 0 && !qkv_session_is_pinned(session)) {
-      *left = qkv_now_ms() - qkv_session_last_used_ms(session) < IDLE_MS;
-      if (!*left) sealed += seal_session(residency, session, left);
+      idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
+      if (idle) sealed += seal_session(residency, session, &used);
+      any_used |= idle && used;
     }
     qkv_session_unref(&session);
   }
   qkv_recency_end(recency, QKV_RECENCY_EXACT);
+  *left = !idle || any_used;
   return sealed;
 }
 

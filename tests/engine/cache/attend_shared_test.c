@@ -370,6 +370,17 @@ static void test_turns_take_what_is_worth_their_cost(void **state) {
   end(&w);
 }
 
+static void test_turns_become_as_long_as_they_should(void **state) {
+  (void)state;
+  enum { MS = 1000000 };
+  assert_int_equal(qkv_attend_next_cost(1000, 101 * MS), 500);
+  assert_int_equal(qkv_attend_next_cost(1000, 100 * MS), 1000);
+  assert_int_equal(qkv_attend_next_cost(1000, 50 * MS), 1000);
+  assert_int_equal(qkv_attend_next_cost(1000, 49 * MS), 2000);
+  assert_int_equal(qkv_attend_next_cost(1, 101 * MS), 1);
+  assert_int_equal(qkv_attend_next_cost((uint64_t)1 << 50, 0), (uint64_t)1 << 50);
+}
+
 // As it is drawn: A and B share three ranges of 256 tokens, C two of them.
 static void test_groups_are_as_drawn(void **state) {
   (void)state;
@@ -430,6 +441,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_bits_are_those_of_requests_alone),
       cmocka_unit_test(test_turns_take_what_is_worth_their_cost),
+      cmocka_unit_test(test_turns_become_as_long_as_they_should),
       cmocka_unit_test(test_groups_are_as_drawn),
       cmocka_unit_test(test_groups_hold_a_block_of_rows),
   };
