@@ -1,7 +1,7 @@
 // Sessions that were opened with RETENTION_EVICT are closed where memory or limit-sessions is full, the longest
 // unused first.
 //
-// Threads: any that may wait for layers. One eviction at a time.
+// Threads: any that may wait for memory (QKVI_WAIT_MEMORY, server/handlers/jobs.h). One eviction at a time.
 #ifndef QKV_SERVER_EVICT_H
 #define QKV_SERVER_EVICT_H
 

@@ -1,6 +1,6 @@
 // Memory of a tenant, with what has to leave for it.
 //
-// Threads: any that may wait for the disk.
+// Threads: any that may wait for memory, and for the disk where there is an SSD tier (server/handlers/jobs.h).
 #ifndef QKV_SERVER_RESERVE_H
 #define QKV_SERVER_RESERVE_H
 

@@ -259,18 +259,40 @@ static void submit(append_stream *stream) {
   if (qkvi_job_try(stream->call, work, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 
+// Before sessions are opened or completed, for which others may be closed. False: a job goes on that may wait for
+// that.
+static bool may_stage(append_stream *stream) {
+  const qkvi_waits wanted = qkvi_session_waits(stream->call) | QKVI_WAIT_MEMORY;
+  if ((wanted & ~stream->waits) == 0) return true;
+  stream->waits |= wanted;
+  submit(stream);
+  return false;
+}
+
+// Opens the message's sessions. False where the call is over, or a job goes on: very many rows are coded in one that
+// computes.
+static bool open_stage(append_stream *stream) {
+  qkv_error refused = {0};
+  if (stream->opened || stream->request.opens == 0) return true;
+  if (!may_stage(stream)) return false;
+  stream->opened = true;
+  if (qkvi_stage_open(stream->call, &stream->stage, stream->message, &refused) != QKV_OK) {
+    fail(stream, &refused);
+    return false;
+  }
+  if (!stream->bulk || stream->request.count == 0) return true;
+  stream->waits = QKVI_WAIT_LAYERS;
+  submit(stream);
+  return false;
+}
+
 // The items in order; the first that fails ends the call. An item that has to wait for more, and the rest, is left to
 // a job.
 static void apply(append_stream *stream) {
   const uint64_t shared =
       qkvi_request_load(&stream->request, stream->daemon->regions, qkvi_call_tenant(stream->call));
   if (shared > 0) qkv_rpc_count_bytes(stream->call, shared);
-  if (!stream->opened && stream->request.opens > 0) {
-    qkv_error refused = {0};
-    stream->opened = true;
-    if (qkvi_stage_open(stream->call, &stream->stage, stream->message, &refused) != QKV_OK)
-      return fail(stream, &refused);
-  }
+  if (!open_stage(stream)) return;
   for (; stream->next < stream->request.count; stream->next++) {
     qkvi_item *item = &stream->request.items[stream->next];
     if (!qkvi_job_wanted(stream->call)) return;
@@ -285,6 +307,7 @@ static void apply(append_stream *stream) {
   const qkv_status synced = sync_sessions(stream, &error);
   if (synced == QKV_UNAVAILABLE && error.status == QKV_OK) return submit(stream);
   if (synced != QKV_OK) return fail(stream, &error);
+  if (stream->request.complete && !may_stage(stream)) return;
   if (stream->request.complete &&
       qkvi_stage_complete(stream->call, &stream->stage, stream->request.seal, &stream->sessions, &error) != QKV_OK)
     return fail(stream, &error);
@@ -324,9 +347,7 @@ static void on_message(qkv_rpc_call *call, qkv_bytes message) {
   stream->bulk = (qkvi_request_row_bytes(&stream->request) > QKVI_INLINE_ROWS_MAX && !discard) ||
                  stream->request.shared_bytes > QKVI_INLINE_ROWS_MAX ||
                  qkvi_request_may_wait(&stream->request, stream->daemon->regions);
-  const bool stages = stream->request.opens > 0 || stream->request.complete;
-  if (stages) stream->waits = qkvi_session_waits(call);
-  if (stream->bulk || stages) return submit(stream);
+  if (stream->bulk) return submit(stream);
   stream->waits = 0;
   apply(stream);
 }

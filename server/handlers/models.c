@@ -204,15 +204,16 @@ static void register_job(void *context) {
 
 static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
   qkv_error error = {0};
+  const qkvi_waits most = qkvi_session_waits(call) | QKVI_WAIT_MEMORY;
   if (message.length > QKVI_SOON_BYTES_MAX)
     return qkvi_request_later(call, message, &qkv__v1__register_model_request__descriptor, qkvi_control_unpack_large,
-                              qkvi_work_of(qkvi_session_waits(call), false), register_job);
+                              qkvi_work_of(most, false), register_job);
   Qkv__V1__RegisterModelRequest *request =
       qkvi_control_unpack_large(message, &qkv__v1__register_model_request__descriptor, &error);
   if (request == NULL) return qkvi_control_fail(call, &error);
   qkv_rpc_set_state(call, request);
   const bool waits = request->model != NULL && (request->model->shared || request->model->calibration.len > 0);
-  qkvi_job_submit(call, waits ? qkvi_session_waits(call) : QKVI_WAIT_LAYERS, register_job, call);
+  qkvi_job_submit(call, waits ? most : QKVI_WAIT_LAYERS, register_job, call);
 }
 
 // ---- GetModel and ListModels ----

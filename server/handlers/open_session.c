@@ -98,11 +98,12 @@ qkv_status qkvi_open_config(const qkv_rpc_call *call, const Qkv__V1__OpenSession
 
 // Memory may be full to the last byte with evictable sessions, or with sessions that may be closed.
 static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account, qkv_session_config *config,
-                                  const char *model, qkv_session **session, qkv_error *error) {
+                                  const char *model, qkvi_waits waits, qkv_session **session, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error refused = {0};
   uint64_t headroom = 0, cost = OPEN_RESERVATION;
   qkv_status status = qkv_store_open(daemon->store, config, model, session, &refused);
+  if (status == QKV_RESOURCE_EXHAUSTED && (waits & QKVI_WAIT_MEMORY) == 0) return QKV_UNAVAILABLE;
   if (status == QKV_RESOURCE_EXHAUSTED) cost += qkv_store_coders_cost(daemon->store, config, model);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
       qkvi_account_headroom(daemon->residency, call, account, cost, NULL) == QKV_OK &&
@@ -122,19 +123,19 @@ static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account
 }
 
 static qkv_status open_in_memory(const qkv_rpc_call *call, qkv_session_config *config, const char *model,
-                                 qkv_session **session, qkv_error *error) {
+                                 qkvi_waits waits, qkv_session **session, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_account *account = qkv_accounts_join(qkv_store_accounts(daemon->store), config->tenant);
-  const qkv_status status = open_on_account(call, account, config, model, session, error);
+  const qkv_status status = open_on_account(call, account, config, model, waits, session, error);
   qkv_account_unref(&account);
   return status;
 }
 
-qkv_status qkvi_open_empty(const qkv_rpc_call *call, qkv_session_config *config, const char *model,
+qkv_status qkvi_open_empty(const qkv_rpc_call *call, qkv_session_config *config, const char *model, qkvi_waits waits,
                            qkv_session **session, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   QKV_TRY(qkvi_catalogue_enlist(daemon->residency, config, error));
-  QKV_TRY(open_in_memory(call, config, model, session, error));
+  QKV_TRY(open_in_memory(call, config, model, waits, session, error));
   if (config->staged || config->backing == NULL ||
       qkvi_catalogue_opened(daemon->residency, *session, error) == QKV_OK)
     return QKV_OK;
@@ -144,15 +145,15 @@ qkv_status qkvi_open_empty(const qkv_rpc_call *call, qkv_session_config *config,
   return error->status;
 }
 
-static qkv_status open_session(qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request, qkv_session **session,
-                               uint64_t *matched, qkv_error *error) {
+static qkv_status open_session(qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request, qkvi_waits waits,
+                               qkv_session **session, uint64_t *matched, qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_session_config config;
   QKV_TRY(qkvi_open_config(call, request, &config, error));
   if (request->n_prefix_token_ids > 0)
     *matched = qkvi_open_prefix(call, &config, request->model, request->prefix_token_ids, request->n_prefix_token_ids,
                                 session);
-  if (*matched == 0) return qkvi_open_empty(call, &config, request->model, session, error);
+  if (*matched == 0) return qkvi_open_empty(call, &config, request->model, waits, session, error);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_FORKS], 1);
   qkv_metric_add(&daemon->metrics[QKV_METRIC_PREFIX_TOKENS_OPENED], (int64_t)*matched);
   return QKV_OK;
@@ -172,13 +173,20 @@ static void reply_opened(qkv_rpc_call *call, qkv_session *session, uint64_t matc
   free(lengths);
 }
 
-static void open_now(qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request) {
+// False, with nothing done, where it would have to wait for more.
+static bool open_now(qkv_rpc_call *call, const Qkv__V1__OpenSessionRequest *request, qkvi_waits waits) {
   qkv_error error = {0};
   qkv_session *session = NULL;
   uint64_t matched = 0;
-  if (open_session(call, request, &session, &matched, &error) != QKV_OK) return qkvi_control_fail(call, &error);
-  reply_opened(call, session, matched);
-  qkv_session_unref(&session);
+  const qkv_status status = open_session(call, request, waits, &session, &matched, &error);
+  if (status == QKV_UNAVAILABLE && error.status == QKV_OK) return false;
+  if (status == QKV_OK) {
+    reply_opened(call, session, matched);
+    qkv_session_unref(&session);
+  } else {
+    qkvi_control_fail(call, &error);
+  }
+  return true;
 }
 
 // The ids are counted before they are unpacked.
@@ -208,6 +216,9 @@ static Qkv__V1__OpenSessionRequest *unpack_open(qkv_bytes message, qkv_error *er
   return qkvi_control_unpack_large(message, &qkv__v1__open_session_request__descriptor, error);
 }
 
+// A prefix is forked from a session that another call may append to.
+enum { JOB_WAITS = QKVI_WAIT_LAYERS | QKVI_WAIT_ROWS | QKVI_WAIT_MEMORY };
+
 typedef struct open_call {
   qkv_rpc_call *call;
   qkv_bytes message;
@@ -219,26 +230,25 @@ static void open_job(void *context) {
   if (!qkvi_job_wanted(open->call)) return;
   Qkv__V1__OpenSessionRequest *request = unpack_open(open->message, &error);
   if (request == NULL) return qkvi_control_fail(open->call, &error);
-  open_now(open->call, request);
+  (void)open_now(open->call, request, JOB_WAITS);
   qkvi_control_free(request);
 }
 
 // False where that may take long, or wait: a session that is journaled waits for the disk, one with a prefix for
-// layers, and one for which there is no place closes others.
+// layers, and one for which there is no place or no memory closes others.
 static bool open_at_once(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error error = {0};
   const bool full = qkv_store_read_stats(daemon->store).sessions >= (size_t)daemon->options->limit_sessions;
   if (daemon->residency != NULL || full || message.length > SMALL_REQUEST_MAX) return false;
   Qkv__V1__OpenSessionRequest *request = unpack_open(message, &error);
-  const bool empty = request == NULL || request->n_prefix_token_ids == 0;
   if (request == NULL) {
     qkvi_control_fail(call, &error);
-  } else if (empty) {
-    open_now(call, request);
+    return true;
   }
-  if (request != NULL) qkvi_control_free(request);
-  return empty;
+  const bool done = request->n_prefix_token_ids == 0 && open_now(call, request, 0);
+  qkvi_control_free(request);
+  return done;
 }
 
 static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
@@ -247,7 +257,7 @@ static void on_open_session(qkv_rpc_call *call, qkv_bytes message) {
   if (open == NULL) abort();
   *open = (open_call){.call = call, .message = message};
   qkv_rpc_set_state(call, open);
-  qkvi_job_submit(call, qkvi_session_waits(call), open_job, open);
+  qkvi_job_submit(call, qkvi_session_waits(call) | JOB_WAITS, open_job, open);
 }
 
 const qkv_rpc_method qkvi_open_session_methods[] = {

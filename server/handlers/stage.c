@@ -29,7 +29,7 @@ static qkv_status open_one(const qkv_rpc_call *call, qkvi_stage *stage, const Qk
     return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "a stream opens %d sessions at most before they are complete",
                     QKVI_STAGE_MAX);
   config.staged = true;
-  QKV_TRY(qkvi_open_empty(call, &config, request->model, &stage->sessions[stage->count], error));
+  QKV_TRY(qkvi_open_empty(call, &config, request->model, QKVI_WAIT_MEMORY, &stage->sessions[stage->count], error));
   stage->count++;
   return QKV_OK;
 }

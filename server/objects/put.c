@@ -172,7 +172,7 @@ static void apply_job(void *context);
 
 static void submit(put_stream *stream) {
   qkv_error error = {0};
-  const qkv_work work = qkvi_work_of(qkvi_session_waits(stream->call), true);
+  const qkv_work work = qkvi_work_of(qkvi_session_waits(stream->call) | QKVI_WAIT_MEMORY, true);
   if (qkvi_job_try(stream->call, work, apply_job, stream, &error) != QKV_OK) fail(stream, &error);
 }
 

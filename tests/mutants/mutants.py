@@ -158,6 +158,10 @@ MUTANTS = [
      "(waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0", "false", "e2e/tenants"),
     ("an append of pages that is in a hurry waits", "engine/cache/session_append.c", "if (!use->at_once) return", "return",
      "engine/cache/session|e2e/tenants"),
+    ("the thread that reads closes sessions for memory", "server/handlers/open_session.c",
+     "status == QKV_RESOURCE_EXHAUSTED && (waits & QKVI_WAIT_MEMORY) == 0", "false", "e2e/evicting"),
+    ("a job that computes closes sessions for an append that opens one", "server/handlers/append.c",
+     "if ((wanted & ~stream->waits) == 0)", "if (true)", "e2e/evicting"),
     ("a job that computes closes sessions for memory", "server/handlers/append.c", "(QKVI_WAIT_MEMORY | QKVI_WAIT_DISK)",
      "(QKVI_WAIT_LAYERS | QKVI_WAIT_DISK)", "e2e/quotas"),
     # ---- Shared pages ----
