@@ -122,7 +122,8 @@ const qkv_option qkv_server_option_table[] = {
     {"limit-metric-labels", QKV_OPTION_INTEGER, AT(limit_metric_labels), "64", 0, 1024, "N",
      "Tenants, and models, that /metrics shows by name; those that come later are summed as \"other\"."},
     {"limit-queue", QKV_OPTION_INTEGER, AT(limit_queue), "1024", 1, 1048576, "N",
-     "Requests that wait for a compute thread at once; more are refused."},
+     "Requests that wait for a thread of a kind at once; more are refused. Those of one tenant may be three times as "
+     "many as the places that are left to others."},
     {"codec", QKV_OPTION_STRING, AT(codec), "embedded", 0, 0, "NAME",
      "Codec of keys and values where neither model nor session names one: embedded, exact, or another one of "
      "docs/codecs.md."},

@@ -41,7 +41,7 @@ void qkv_executor_destroy(qkv_executor **executor);
 
 // RESOURCE_EXHAUSTED when `queue_max` jobs of the kind wait already: the caller refuses its own caller.
 qkv_status qkv_executor_submit(qkv_executor *executor, qkv_work work, qkv_job_fn *run, void *context);
-// The same for a flow; qkv_executor_submit is for flow 0.
+// The same for a flow; qkv_executor_submit is for flow 0. UNAVAILABLE: the flow has its part of the queue (fair.h).
 qkv_status qkv_executor_submit_as(qkv_executor *executor, qkv_work work, const qkv_share *share, qkv_job_fn *run,
                                   void *context);
 

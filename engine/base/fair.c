@@ -87,10 +87,16 @@ static void deactivate(qkv_fair *fair, const flow *of) {
   fair->flows[last].place = of->place;
 }
 
-bool qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job) {
-  if (fair->length >= fair->max) return false;
+// What waits of the flow may be this many times what is left to others.
+static bool has_part(const qkv_fair *fair, const qkv_share *share, const flow *of) {
+  return share->flow != 0 && !share->again && of->waiting >= QKV_FAIR_PART * (fair->max - fair->length);
+}
+
+qkv_status qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job) {
   const int kind = job->share.urgent ? 0 : 1;
   flow *of = flow_of(fair, &job->share);
+  if (fair->length >= fair->max) return QKV_RESOURCE_EXHAUSTED;
+  if (has_part(fair, &job->share, of)) return QKV_UNAVAILABLE;
   line *into = &of->lines[kind];
   const uint32_t at = fair->free;
   fair->free = fair->nodes[at].next;
@@ -102,7 +108,7 @@ bool qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job) {
   fair->length++;
   fair->waiting[kind]++;
   if (of->waiting++ == 0) activate(fair, of);
-  return true;
+  return QKV_OK;
 }
 
 static bool may_start(const qkv_fair *fair, const flow *of) {

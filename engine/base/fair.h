@@ -19,6 +19,11 @@
 // that is alone has half of the threads, two flows about a third each, and the last free thread goes to a flow that
 // has none.
 //
+// Places in the queue are shared by such a threshold, too: a flow's jobs wait while they are fewer than QKV_FAIR_PART
+// times the places that are left. So one that is alone has three quarters of the places, and others find room.
+// Flow 0, the owner's own jobs, may have all; so may a job that has run for a while and is queued again for what is
+// left of it, as it would else keep its thread.
+//
 // Flows are told apart by the last bits of their number: two that have these in common are one flow. Threads: the
 // owner's.
 #ifndef QKV_ENGINE_BASE_FAIR_H
@@ -28,13 +33,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { QKV_FAIR_FLOWS = 512, QKV_FAIR_URGENT = 8, QKV_FAIR_WEIGHT = 100 };
+#include "engine/base/status.h"
+
+enum { QKV_FAIR_FLOWS = 512, QKV_FAIR_URGENT = 8, QKV_FAIR_WEIGHT = 100, QKV_FAIR_PART = 3 };
 
 // The flow that a job belongs to. Zeros: flow 0, of the weight QKV_FAIR_WEIGHT.
 typedef struct qkv_share {
   uint64_t flow;
   uint32_t weight;  // 0: QKV_FAIR_WEIGHT
   bool urgent;
+  bool again;  // the job has run before
 } qkv_share;
 
 typedef struct qkv_fair_job {
@@ -54,8 +62,9 @@ qkv_fair *qkv_fair_create(size_t jobs_max, size_t threads);
 void qkv_fair_destroy(qkv_fair **fair);  // what waits is dropped
 
 size_t qkv_fair_length(const qkv_fair *fair);
-// False where `jobs_max` wait. `job` has its first three fields and the share.
-bool qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job);
+// RESOURCE_EXHAUSTED where `jobs_max` wait, UNAVAILABLE where the flow has its part of them. `job` has its first
+// three fields and the share.
+qkv_status qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job);
 // Whether a job may start now.
 bool qkv_fair_ready(const qkv_fair *fair);
 // The next one of those that may start, which is to be given to `done`; there is one (asserted).

@@ -245,10 +245,10 @@ qkv_status qkv_pool_submit_as(qkv_pool *pool, const qkv_share *share, qkv_job_fn
   const qkv_fair_job job = {
       .run = run, .context = context, .share = *share, .queued_ns = pool->config.timed ? qkv_stage_now() : 0};
   pthread_mutex_lock(&pool->lock);
-  const bool taken = qkv_fair_push(pool->queue, &job);
-  if (taken) call_thread(pool);
+  const qkv_status status = qkv_fair_push(pool->queue, &job);
+  if (status == QKV_OK) call_thread(pool);
   pthread_mutex_unlock(&pool->lock);
-  return taken ? QKV_OK : QKV_RESOURCE_EXHAUSTED;
+  return status;
 }
 
 qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context) {

@@ -46,7 +46,7 @@ void qkv_pool_destroy(qkv_pool **pool);
 
 // RESOURCE_EXHAUSTED when `queue_max` jobs wait already: the caller refuses its own caller.
 qkv_status qkv_pool_submit(qkv_pool *pool, qkv_job_fn *run, void *context);
-// The same for a flow; qkv_pool_submit is for flow 0.
+// The same for a flow; qkv_pool_submit is for flow 0. UNAVAILABLE: the flow has its part of the queue (fair.h).
 qkv_status qkv_pool_submit_as(qkv_pool *pool, const qkv_share *share, qkv_job_fn *run, void *context);
 
 // run(context, i, worker) for i in [0, count), in any order, on the caller and on idle threads.

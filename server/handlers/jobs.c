@@ -20,17 +20,31 @@ qkv_work qkvi_work_of(qkvi_waits waits, bool bulk) {
   return bulk ? QKV_WORK_BULK : QKV_WORK_INTERACTIVE;
 }
 
-static bool queue(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context) {
+// The tenant's jobs have the places that others leave them.
+static qkv_status part_full(const qkv_rpc_call *call, qkv_error *error) {
+  qkv_daemon *daemon = qkv_rpc_context(call);
+  qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_QUEUE], 1);
+  qkv_rpc_count_refusal(call);
+  return qkv_fail(error, QKV_RESOURCE_EXHAUSTED,
+                  "limit-queue is %" PRId64
+                  " jobs and %d times as many of this tenant wait as there are places left: these are for others",
+                  daemon->options->limit_queue, QKV_FAIR_PART);
+}
+
+static qkv_status queue(qkv_rpc_call *call, qkv_work work, qkv_share share, qkv_job_fn *job, void *context) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  qkv_share share = qkv_rpc_share(call);
-  share.urgent = urgent;
+  const qkv_share of = qkv_rpc_share(call);
+  share.flow = of.flow;
+  share.weight = of.weight;
   qkv_rpc_queued(call);
-  return qkv_executor_submit_as(daemon->executor, work, &share, job, context) == QKV_OK;
+  return qkv_executor_submit_as(daemon->executor, work, &share, job, context);
 }
 
 static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context,
                          qkv_error *error) {
-  return queue(call, work, urgent, job, context) ? QKV_OK : qkvi_queue_full(qkv_rpc_context(call), error);
+  const qkv_status status = queue(call, work, (qkv_share){.urgent = urgent}, job, context);
+  if (status == QKV_OK) return QKV_OK;
+  return status == QKV_UNAVAILABLE ? part_full(call, error) : qkvi_queue_full(qkv_rpc_context(call), error);
 }
 
 qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error) {
@@ -51,7 +65,7 @@ bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_f
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_work work = qkvi_work_of(waits, false);
   if (qkv_pool_waiting(qkv_executor_pool(daemon->executor, work)) == 0) return false;
-  if (queue(call, work, urgent, job, context)) return true;
+  if (queue(call, work, (qkv_share){.urgent = urgent, .again = true}, job, context) == QKV_OK) return true;
   qkv_rpc_dequeued(call);
   return false;
 }

@@ -421,6 +421,33 @@ def test_appends_to_one_layer_leave_threads(coded):
         assert long.code() == grpc.StatusCode.OK
 
 
+def test_one_tenant_leaves_places_of_the_queue():
+    """Attends of one tenant fill three quarters of limit-queue, and more are refused by name. Another tenant's attend finds a
+    place, and is served when the running one has had its turn."""
+    with Daemon("--threads", "1", "--limit-queue", "8", "--codec", "exact") as daemon:
+        other = Cache(Tenant(daemon.stub(), "b"), "read", layers=1)
+        other.append(0, *other.rows(4096))
+        cache = Cache(Tenant(daemon.stub(), "a"), "flooded", layers=1, q_heads=2, key_dim=128)
+        for position in range(0, 16384, 4096):
+            cache.append(position, *cache.rows(4096))
+        request = kv.AttendRequest(items=[cache.item(16384, q=cache.queries(4000))])
+        flood = []
+        for _ in range(12):
+            flood.append(daemon.stub().Attend.future(request, timeout=TIMEOUT, metadata=(("qkv-tenant", "a"),)))
+        wait_for(lambda: any(call.done() for call in flood), "no attend is refused")
+        out, _ = other.attend(4096, other.queries(400))
+        assert out.shape[0] == 400
+        ended = [call for call in flood if call.done()]
+        assert 3 <= len(ended) < 12
+        for call in ended:
+            assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert call.details() == ("limit-queue is 8 jobs and 3 times as many of this tenant wait as there are places left: "
+                                      "these are for others")
+        assert daemon.metric("qkvd_refused_queue_total") == len(ended)
+        for call in flood:
+            call.cancel()
+
+
 def test_qkvctl(daemon, name, tmp_path):
     own, other = open_pair(daemon, name)
     both = ("--prefix", name)

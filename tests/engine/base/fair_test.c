@@ -15,7 +15,7 @@ static void nothing(void *context) {
 static bool push(qkv_fair *fair, uint64_t flow, uint32_t weight, bool urgent, uintptr_t tag) {
   const qkv_fair_job job = {
       .run = nothing, .context = (void *)tag, .share = {.flow = flow, .weight = weight, .urgent = urgent}};
-  return qkv_fair_push(fair, &job);
+  return qkv_fair_push(fair, &job) == QKV_OK;
 }
 
 static uintptr_t pop(qkv_fair *fair, uint64_t ns) {
@@ -32,6 +32,41 @@ static void one_flow_is_first_come_first_served(void **state) {
   assert_int_equal(qkv_fair_length(fair), 8);
   for (uintptr_t i = 0; i < 8; i++) assert_int_equal(pop(fair, 1000 * (8 - i)), i);
   qkv_fair_destroy(&fair);
+}
+
+// All of a flow's jobs that are taken; the last one is not.
+static int push_all(qkv_fair *fair, uint64_t flow) {
+  const qkv_fair_job job = {.run = nothing, .share = {.flow = flow}};
+  int count = 0;
+  qkv_status status;
+  while ((status = qkv_fair_push(fair, &job)) == QKV_OK) count++;
+  assert_int_equal(status, qkv_fair_length(fair) == 64 ? QKV_RESOURCE_EXHAUSTED : QKV_UNAVAILABLE);
+  return count;
+}
+
+static void a_flow_leaves_places_to_others(void **state) {
+  (void)state;
+  static const int expected[] = {48, 12, 3, 1, 0};
+  qkv_fair *fair = qkv_fair_create(64, 0);
+  for (uint64_t i = 0; i < 5; i++) assert_int_equal(push_all(fair, i + 1), expected[i]);
+  for (int i = 0; i < 64; i++) (void)pop(fair, 1000);
+  for (uint64_t i = 0; i < 2; i++) assert_int_equal(push_all(fair, i + 1), expected[i]);
+  const qkv_fair_job rest = {.run = nothing, .share = {.flow = 1, .again = true}};
+  assert_int_equal(qkv_fair_push(fair, &rest), QKV_OK);
+  assert_int_equal(push_all(fair, 0), 3);  // the owner's
+  assert_int_equal(qkv_fair_push(fair, &rest), QKV_RESOURCE_EXHAUSTED);
+  qkv_fair_destroy(&fair);
+}
+
+static void a_flow_alone_has_three_quarters(void **state) {
+  (void)state;
+  for (size_t places = 1; places < 20; places++) {
+    qkv_fair *fair = qkv_fair_create(places, 0);
+    size_t count = 0;
+    while (push(fair, 1, 0, false, 1)) count++;
+    assert_true(count >= 1 && count >= places * 3 / 4 && count <= (places * 3 + 3) / 4);
+    qkv_fair_destroy(&fair);
+  }
 }
 
 static void a_flood_does_not_hold_others_up(void **state) {
@@ -181,6 +216,8 @@ static void each_flow_gets_a_thread_where_there_are_few(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(one_flow_is_first_come_first_served),
+      cmocka_unit_test(a_flow_leaves_places_to_others),
+      cmocka_unit_test(a_flow_alone_has_three_quarters),
       cmocka_unit_test(a_flood_does_not_hold_others_up),
       cmocka_unit_test(time_is_shared_by_weight_and_not_by_jobs),
       cmocka_unit_test(idleness_saves_nothing_up),

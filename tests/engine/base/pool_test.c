@@ -370,7 +370,7 @@ static void test_a_flood_leaves_others_their_share(void **state) {
   _Atomic bool over = false;
   _Atomic uint64_t ns[2] = {0, 0};
   _Atomic int left = ALL;
-  assert_int_equal(qkv_pool_create(1, ALL, &pool, NULL), QKV_OK);
+  assert_int_equal(qkv_pool_create(1, 2 * ALL, &pool, NULL), QKV_OK);
   for (int i = 0; i < ALL; i++) {
     const bool many = i < MANY;
     floods[i] = (flood){.pool = pool,
@@ -481,7 +481,7 @@ static void *submit_a_lot(void *context) {
 static void test_flows_that_wait_all_end(void **state) {
   (void)state;
   for (int round = 0; round < 3; round++) {
-    crowd all = {.pool = waiting_pool(CROWD_THREADS, CROWD * 300)};
+    crowd all = {.pool = waiting_pool(CROWD_THREADS, CROWD * 400)};
     crowd_member members[CROWD];
     pthread_t threads[CROWD];
     for (unsigned i = 0; i < CROWD; i++) {
