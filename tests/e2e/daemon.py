@@ -108,12 +108,6 @@ class Daemon:
         with open(f"/proc/{self.process.pid}/status") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
 
-    def cpu_seconds(self):
-        """What its threads have taken."""
-        with open(f"/proc/{self.process.pid}/stat") as file:
-            user, system = file.read().rsplit(")", 1)[1].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
     def alive(self):
         return self.process.poll() is None
 

@@ -1,17 +1,17 @@
 """Attend and Decode against attention in float64 over the rows that Fetch gives."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import pytest
 
-from daemon import Daemon
+from daemon import Daemon, wait_for
 from kv import BF16, FP16, FP32, TIMEOUT, Cache, array_of, assert_close, attention, refused, rounded
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import tensor_pb2
+from test_http import ADMIN, attend_runs
 
 
 def check(cache, position, queries, options=None, **reference):
@@ -289,7 +289,7 @@ def test_decode_stream(make_cache):
 @pytest.fixture
 def long_attend():
     """Starts attends of 60,000 queries, seconds of a thread, over 16,000 rows: (cache, queries, call)."""
-    with Daemon("--threads", "1") as daemon:
+    with Daemon("--threads", "1", *ADMIN) as daemon:
         cache = Cache(daemon.stub(), "long", recent_window=0, layers=1, kv_heads=1, q_heads=1, key_dim=64, value_dim=64)
         for position in range(0, 16000, 4000):
             cache.append(position, *cache.rows(4000))
@@ -298,7 +298,7 @@ def long_attend():
             q = cache.queries(60_000)
             request = kv.AttendRequest(items=[cache.item(16000, q=q, **fields)])
             call = cache.stub.Attend.future(request, timeout=TIMEOUT)
-            time.sleep(1)
+            wait_for(lambda: attend_runs(daemon) > 0, "the attend has not begun")
             return cache, q, call
 
         yield begin

@@ -7,6 +7,7 @@ from daemon import Daemon, wait_for
 from kv import TIMEOUT, Cache, Tenant
 from qkv.v1 import admin_pb2, admin_pb2_grpc, objects_pb2, objects_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
+from test_http import ADMIN, attend_runs
 
 HELD, CALLS = 12, 3
 TENANT = (("qkv-tenant", "a"),)
@@ -32,9 +33,8 @@ class Full:
         usage = admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="a"), timeout=TIMEOUT).tenants[0].usage
         quota = admin_pb2.Quota(tenant="a", host_bytes=usage.host_bytes + 64)
         admin.SetQuota(admin_pb2.SetQuotaRequest(quota=quota), timeout=TIMEOUT)
-        before = daemon.cpu_seconds()
         self.attend = daemon.stub().Attend.future(attend, timeout=TIMEOUT, metadata=TENANT)
-        wait_for(lambda: daemon.cpu_seconds() > before + 0.5, "the attend has not begun")
+        wait_for(lambda: attend_runs(daemon) > 0, "the attend has not begun")
 
     def open(self, i):
         request = kv.OpenSessionRequest(session=f"new-{i}", model=self.cache.model.name)
@@ -63,7 +63,7 @@ class Full:
 def full(tmp_path):
     quotas = tmp_path / "quotas"
     quotas.write_text("b host_bytes=64MiB\n")
-    with Daemon("--quota-file", str(quotas), "--threads", "1", "--codec", "exact") as daemon:
+    with Daemon("--quota-file", str(quotas), "--threads", "1", "--codec", "exact", *ADMIN) as daemon:
         yield Full(daemon)
 
 

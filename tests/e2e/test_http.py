@@ -52,6 +52,11 @@ def metrics(daemon):
     return samples(ask(daemon, "/metrics")[2])
 
 
+def attend_runs(daemon):
+    """How often it has attended: of a long batch, turns that are over."""
+    return metrics(daemon)['qkvd_stage_seconds_count{stage="attend"}']
+
+
 def tenant_metadata(tenant):
     return [("qkv-tenant", tenant)]
 

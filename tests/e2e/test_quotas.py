@@ -14,6 +14,7 @@ from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2, objects_pb2, objects_pb2_grpc
+from test_http import ADMIN, attend_runs
 
 MIB = 1 << 20
 
@@ -427,7 +428,7 @@ def test_a_tenant_that_evicts_leaves_threads(tmp_path, tokens):
     the jobs that compute do not, of which there are no more than processors."""
     quotas = tmp_path / "quotas"
     quotas.write_text("b host_bytes=64MiB\n")
-    with Daemon("--quota-file", str(quotas), "--threads", "2", "--codec", "exact") as daemon:
+    with Daemon("--quota-file", str(quotas), "--threads", "2", "--codec", "exact", *ADMIN) as daemon:
         stub, tenant = Tenant(daemon.stub(), "a"), (("qkv-tenant", "a"),)
         cache = Cache(stub, "held", layers=1, kv_heads=2, q_heads=2, key_dim=128, value_dim=16)
         request = kv.AppendRequest(items=[cache.item(0, *cache.rows(4096))])
@@ -443,8 +444,7 @@ def test_a_tenant_that_evicts_leaves_threads(tmp_path, tokens):
         admin = Admin(daemon)
         admin.set("a", host_bytes=admin.usage("a").host_bytes + 1024)
         attending = daemon.stub().Attend.future(attend, timeout=TIMEOUT, metadata=tenant)
-        wait_for(lambda: daemon.metric("qkvd_calls_running") >= 1, "the attend is not there")
-        time.sleep(0.3)  # until it has its sessions
+        wait_for(lambda: attend_runs(daemon) > 0, "the attend has not begun")
         calls = []
         for one in caches:
             request = kv.AppendRequest(items=[one.item(0, *one.rows(tokens))])

@@ -14,6 +14,7 @@ from daemon import PATIENCE, Daemon, binary, clean_environment, wait_for
 from kv import TIMEOUT, Cache, array_of, assert_close, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2, tensor_pb2
+from test_http import ADMIN, attend_runs
 
 ASYNC, SYNC = kv.DURABILITY_ASYNC, kv.DURABILITY_SYNC
 LAYERS = 2
@@ -265,7 +266,7 @@ def test_appends_wait_for_the_disk(start):
 
 def test_a_long_attend_keeps_nobody_from_memory(start):
     """Rows and pages that it reads are passed over where memory is made of others'."""
-    with start("--memory-budget", "64MiB", "--threads", "1") as daemon:
+    with start("--memory-budget", "64MiB", "--threads", "1", *ADMIN) as daemon:
         stub = daemon.stub()
         shape = {"layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 64, "value_dim": 64, "durability": ASYNC}
         exact = Cache(stub, "exact", recent_window=1 << 20, **shape)
@@ -276,7 +277,7 @@ def test_a_long_attend_keeps_nobody_from_memory(start):
                 cache.append(position, *cache.rows(4000))
         items = [cache.item(16000, q=cache.queries(100_000)) for cache in (exact, coded)]  # a minute of a thread
         attend = stub.Attend.future(kv.AttendRequest(items=items), timeout=TIMEOUT)
-        time.sleep(1)
+        wait_for(lambda: attend_runs(daemon) > 0, "the attend has not begun")
         for position in range(0, 200_000, 4000):  # 100 MB
             other.append(position, *other.rows(4000))
         assert not attend.done()

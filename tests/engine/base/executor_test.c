@@ -92,6 +92,7 @@ static void test_a_flow_leaves_blocking_threads(void **state) {
     assert_int_equal(qkv_executor_submit_as(executor, kinds[i], &(qkv_share){.flow = 1}, set_flag, &flag), QKV_OK);
     wait_for_flag(&flag);
   }
+  while (qkv_executor_waiting(executor) > 2 * 3) (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
   assert_int_equal(qkv_executor_waiting(executor), 2 * 3);
   for (int job = 0; job < 2; job++)
     assert_int_equal(qkv_executor_submit(executor, QKV_WORK_UPKEEP, wait_for_flag, &over), QKV_OK);
