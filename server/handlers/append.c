@@ -180,7 +180,7 @@ qkv_status qkvi_append_item(const qkv_rpc_call *call, qkv_session *session, cons
       *waits |= QKVI_WAIT_DISK;
       return QKV_UNAVAILABLE;
     }
-    QKV_TRY(qkvi_catalogue_tie(daemon->residency, session, error));
+    QKV_TRY(qkvi_catalogue_tie(daemon->residency, call, session, error));
   }
   qkv_status status = append_evicting(call, session, item, waits, appended, length, error);
   if (status == QKV_RESOURCE_EXHAUSTED) qkv_metric_add(&daemon->metrics[QKV_METRIC_REFUSED_BUDGET], 1);

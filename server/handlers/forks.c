@@ -101,7 +101,7 @@ qkv_status qkvi_fork(const qkv_rpc_call *call, qkv_session *parent, qkv_session_
   qkvi_waits waits = QKVI_WAIT_LAYERS | QKVI_WAIT_DISK;
   QKV_TRY(qkvi_unfold(daemon->residency, call, parent, &waits, error));
   if (qkvi_catalogue_is_unconfirmed(daemon->residency, parent))
-    QKV_TRY(qkvi_catalogue_tie(daemon->residency, parent, error));
+    QKV_TRY(qkvi_catalogue_tie(daemon->residency, call, parent, error));
   qkv_status status = QKV_UNAVAILABLE;
   for (int i = 0; i < TRIES && status == QKV_UNAVAILABLE; i++) {
     const uint64_t truncations = qkv_session_truncations(parent);

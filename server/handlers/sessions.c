@@ -37,13 +37,14 @@ static uint64_t held_bytes(qkv_session *session) {
 }
 
 // Writes the session to the SSD, as a whole.
-static qkv_status sink(const qkv_daemon *daemon, qkv_session *session, uint64_t *bytes_freed, qkv_error *error) {
+static qkv_status sink(const qkv_rpc_call *call, qkv_session *session, uint64_t *bytes_freed, qkv_error *error) {
+  const qkv_daemon *daemon = qkv_rpc_context(call);
   if (qkv_session_config_of(session)->backing == NULL)
     return qkv_fail(error, QKV_FAILED_PRECONDITION, "keep is set, the session %s is in memory alone",
                     qkv_session_name(session));
   const uint64_t before = held_bytes(session);
   QKV_TRY(qkv_session_seal(session, error));
-  QKV_TRY(qkvi_write_back_sync(daemon->residency, NULL, session, error));
+  QKV_TRY(qkvi_write_back_sync(daemon->residency, call, session, error));
   (void)qkv_session_evict(session, UINT64_MAX, true);
   const uint64_t after = held_bytes(session);
   *bytes_freed = before > after ? before - after : 0;
@@ -57,7 +58,7 @@ static qkv_status close_session(qkv_rpc_call *call, const Qkv__V1__CloseSessionR
   QKV_TRY(qkvi_request_session(call, request->session, &session, error));
   qkv_status status;
   if (request->keep) {
-    status = sink(daemon, session, bytes_freed, error);
+    status = sink(call, session, bytes_freed, error);
   } else {
     status = qkv_store_close_session(daemon->store, session, bytes_freed, error);
     if (status == QKV_OK) status = qkvi_catalogue_closed(daemon->residency, session, error);
@@ -275,9 +276,9 @@ static void truncate_job(void *context) {
   if (!qkvi_job_wanted(call)) return;
   qkv_status status = qkvi_request_layers(call, request->session, &session, &error);
   if (status == QKV_OK && qkvi_catalogue_is_unconfirmed(daemon->residency, session))
-    status = qkvi_catalogue_tie(daemon->residency, session, &error);
+    status = qkvi_catalogue_tie(daemon->residency, call, session, &error);
   if (status == QKV_OK) status = truncate_session(session, request, &error);
-  if (status == QKV_OK) status = qkvi_write_back_truncated(daemon->residency, session, &error);
+  if (status == QKV_OK) status = qkvi_write_back_truncated(daemon->residency, call, session, &error);
   if (status == QKV_OK)
     reply_lengths(call, session);
   else

@@ -55,9 +55,10 @@ static qkv_status demote(qkv_rpc_call *call, const Qkv__V1__DemoteRequest *reque
   QKV_TRY(qkvi_request_layers(call, request->session, &session, error));
   qkv_status status = check_layers(session, request->layers, request->n_layers, error);
   // Planes that are not on the disk stay: it waits for what can be there soon.
-  if (status == QKV_OK && daemon->residency != NULL)
-    (void)qkvi_write_back_sync_range(daemon->residency, session, scope.layers, scope.layer_count, scope.end,
-                                     &(qkv_error){0});
+  if (status == QKV_OK && daemon->residency != NULL &&
+      qkvi_write_back_sync_range(daemon->residency, call, session, scope.layers, scope.layer_count, scope.end,
+                                 &(qkv_error){0}) == QKV_CANCELLED)
+    status = qkv_fail(error, QKV_CANCELLED, "the client has gone");
   if (status == QKV_OK)
     status = qkv_session_demote(session, &scope, request->bits, request->even != 0, report, error);
   qkv_session_unref(&session);

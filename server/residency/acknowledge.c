@@ -8,11 +8,13 @@
 
 enum { SYNC_WAIT_MS = 30000, QUOTA_WAIT_MS = 5000 };
 
-qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_session *session, qkv_error *error) {
+qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_rpc_call *call, const qkv_session *session,
+                                     qkv_error *error) {
   if (qkv_session_config_of(session)->backing == NULL) return QKV_OK;
   const int64_t until = qkv_now_ms() + SYNC_WAIT_MS;
   uint64_t seen = qkvi_progress_count(residency);
   while (qkvi_write_back_cuts_waiting(residency, qkv_session_id(session))) {
+    if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     if (qkv_now_ms() > until)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the truncation is not durable yet",
                       qkv_session_name(session));
@@ -76,8 +78,8 @@ qkv_status qkvi_write_back_sync(qkvi_residency *residency, const qkv_rpc_call *c
   return await_durable(residency, call, session, NULL, error);
 }
 
-qkv_status qkvi_write_back_sync_range(qkvi_residency *residency, qkv_session *session, const uint32_t *layers,
-                                      size_t layer_count, uint64_t end, qkv_error *error) {
+qkv_status qkvi_write_back_sync_range(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                                      const uint32_t *layers, size_t layer_count, uint64_t end, qkv_error *error) {
   const uint32_t all = qkv_session_model(session)->layers;
   qkv_session_info info;
   uint64_t *lengths = calloc(all, sizeof *lengths), *ends = calloc(all, sizeof *ends);
@@ -87,7 +89,7 @@ qkv_status qkvi_write_back_sync_range(qkvi_residency *residency, qkv_session *se
     const uint32_t layer = layer_count > 0 ? layers[i] : (uint32_t)i;
     ends[layer] = end > 0 && end < lengths[layer] ? end : lengths[layer];
   }
-  const qkv_status status = await_durable(residency, NULL, session, ends, error);
+  const qkv_status status = await_durable(residency, call, session, ends, error);
   free(lengths);
   free(ends);
   return status;

@@ -99,14 +99,17 @@ typedef struct qkvi_note {
 qkv_status qkvi_catalogue_note(qkvi_residency *residency, qkv_session *session, const qkvi_note *note,
                                qkv_error *error);
 
-// Waits until a truncation is durable: it holds for the next process, too.
-qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_session *session, qkv_error *error);
+// Waits until a truncation is durable: it holds for the next process, too. CANCELLED soon after the client of `call`
+// has gone; NULL: no client waits.
+qkv_status qkvi_write_back_truncated(qkvi_residency *residency, const qkv_rpc_call *call, const qkv_session *session,
+                                     qkv_error *error);
 
 // Whether the end of the session is unconfirmed: the start could not read all records, and the next start may find
 // more of it. Then qkvi_catalogue_tie must confirm the present end, for good, before anything is appended or
 // truncated. It waits. Errors of qkvi_write_back_truncated.
 bool qkvi_catalogue_is_unconfirmed(qkvi_residency *residency, const qkv_session *session);
-qkv_status qkvi_catalogue_tie(qkvi_residency *residency, qkv_session *session, qkv_error *error);
+qkv_status qkvi_catalogue_tie(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                              qkv_error *error);
 
 // Whether the session needs sync: an acknowledgement has to wait for qkvi_write_back_sync, as the session is SYNC and
 // has something that is not durable.
@@ -117,8 +120,8 @@ qkv_status qkvi_write_back_sync(qkvi_residency *residency, const qkv_rpc_call *c
                                 qkv_error *error);
 // The same for what is sealed now of these layers (layer_count 0: of all) below `end` (0: all of it), without waiting
 // for other writes.
-qkv_status qkvi_write_back_sync_range(qkvi_residency *residency, qkv_session *session, const uint32_t *layers,
-                                      size_t layer_count, uint64_t end, qkv_error *error);
+qkv_status qkvi_write_back_sync_range(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                                      const uint32_t *layers, size_t layer_count, uint64_t end, qkv_error *error);
 
 // A layer stays in memory while it is held for a piece of work; counted. By the count a thread that waits for memory
 // knows whether some can still become free. `residency` NULL: no thread waits.

@@ -25,8 +25,8 @@ bool qkvi_catalogue_is_unconfirmed(qkvi_residency *residency, const qkv_session 
   return residency != NULL && residency->unread && find_unconfirmed(residency, qkv_session_id(session)) != NULL;
 }
 
-static qkv_status tie(qkvi_residency *residency, qkv_session *session, qkvi_unconfirmed *unconfirmed,
-                      qkv_error *error) {
+static qkv_status tie(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                      qkvi_unconfirmed *unconfirmed, qkv_error *error) {
   qkv_session_info info;
   const uint32_t layers = qkv_session_model(session)->layers;
   uint64_t *lengths = calloc(layers, sizeof *lengths);
@@ -35,7 +35,7 @@ static qkv_status tie(qkvi_residency *residency, qkv_session *session, qkvi_unco
   for (uint32_t layer = 0; layer < layers; layer++)
     qkvi_write_back_cut(residency, unconfirmed->session, layer, lengths[layer]);
   free(lengths);
-  QKV_TRY(qkvi_write_back_truncated(residency, session, error));
+  QKV_TRY(qkvi_write_back_truncated(residency, call, session, error));
   qkvi_residency_lock(residency);
   HASH_DEL(residency->unconfirmed, unconfirmed);
   qkvi_residency_unlock(residency);
@@ -43,10 +43,11 @@ static qkv_status tie(qkvi_residency *residency, qkv_session *session, qkvi_unco
   return QKV_OK;
 }
 
-qkv_status qkvi_catalogue_tie(qkvi_residency *residency, qkv_session *session, qkv_error *error) {
+qkv_status qkvi_catalogue_tie(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
+                              qkv_error *error) {
   (void)pthread_mutex_lock(&residency->unconfirmed_lock);
   qkvi_unconfirmed *unconfirmed = find_unconfirmed(residency, qkv_session_id(session));
-  const qkv_status status = unconfirmed == NULL ? QKV_OK : tie(residency, session, unconfirmed, error);
+  const qkv_status status = unconfirmed == NULL ? QKV_OK : tie(residency, call, session, unconfirmed, error);
   (void)pthread_mutex_unlock(&residency->unconfirmed_lock);
   return status;
 }

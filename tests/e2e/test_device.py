@@ -334,6 +334,37 @@ def test_clients_that_go_do_not_wait_for_memory(tmp_path):
         append().result(timeout=60)
 
 
+def calls_that_wait_for_the_disk(cache):
+    """By the file that holds the disk up."""
+    return {"Truncate": ("journal", kv.TruncateRequest(session=cache.name, position=50)),
+            "Demote": ("segments", kv.DemoteRequest(session=cache.name, bits=1)),
+            "CloseSession": ("segments", kv.CloseSessionRequest(session=cache.name, keep=True))}
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+@pytest.mark.parametrize("method", ["Truncate", "Demote", "CloseSession"])
+def test_clients_that_go_do_not_wait_for_the_disk(tmp_path, method):
+    """What a call has done does not become durable: it ends soon after it is cancelled, and its thread is free."""
+    files = {"segments": tmp_path / "segments", "journal": tmp_path / "journal"}
+    held = {"LD_PRELOAD": failing_disk(), "HOLD_SYNC": str(files["segments"]), "HOLD_JOURNAL": str(files["journal"])}
+    with Daemon("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", environment=held) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=1, recent_window=0, durability=ASYNC)
+        file, request = calls_that_wait_for_the_disk(cache)[method]
+        files[file].touch()
+        cache.append(0, *cache.rows(1024))
+        waiting = [getattr(cache.stub, method).future(request) for _ in range(3)]
+        time.sleep(0.5)
+        assert not any(call.done() for call in waiting)
+        for call in waiting:
+            call.cancel()
+        began = time.monotonic()
+        wait_for(lambda: daemon.metric("qkvd_calls_running") <= 1, "calls go on")  # this one
+        assert time.monotonic() - began < 3
+        files[file].unlink()
+        assert list(cache.info().lengths) == [50 if method == "Truncate" else 1024]
+        getattr(cache.stub, method)(request, timeout=TIMEOUT)
+
+
 # ---- A start that cannot read ----
 
 def storage(daemon, *more):

@@ -95,7 +95,7 @@ static void test_failed_truncations_are_few(void **unused) {
   atomic_store(&failing, true);
   for (uint64_t end = 200; end >= 190; end--) {
     assert_int_equal(qkv_session_truncate(sessions[0], end, NULL, 0, NULL), QKV_OK);
-    assert_int_equal(qkvi_write_back_truncated(s.residency, sessions[0], &error), QKV_UNAVAILABLE);
+    assert_int_equal(qkvi_write_back_truncated(s.residency, NULL, sessions[0], &error), QKV_UNAVAILABLE);
   }
   atomic_store(&failing, false);
   assert_int_equal(failed_cuts(s.residency), 1);

@@ -225,14 +225,17 @@ static void test_a_range_waits_for_itself(const char *io) {
   assert_int_equal(append(&s, session, 0, 256, 512), QKV_OK);
   assert_int_equal(qkv_session_read(session, LAYERS - 1, &layer, NULL), QKV_OK);
   const uint32_t first[] = {0, 2};
-  if (qkvi_write_back_sync_range(s.residency, session, first, 2, 0, &error) != QKV_OK) fail_msg("%s", error.text);
-  if (qkvi_write_back_sync_range(s.residency, session, NULL, 0, 256, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkvi_write_back_sync_range(s.residency, NULL, session, first, 2, 0, &error) != QKV_OK)
+    fail_msg("%s", error.text);
+  if (qkvi_write_back_sync_range(s.residency, NULL, session, NULL, 0, 256, &error) != QKV_OK)
+    fail_msg("%s", error.text);
   uint64_t durable[LAYERS];
   qkv_session_read_durable(session, durable);
   assert_int_equal(durable[0], 512);
   assert_int_equal(durable[2], 512);
   qkv_session_read_done(session, LAYERS - 1);
-  if (qkvi_write_back_sync_range(s.residency, session, NULL, 0, 512, &error) != QKV_OK) fail_msg("%s", error.text);
+  if (qkvi_write_back_sync_range(s.residency, NULL, session, NULL, 0, 512, &error) != QKV_OK)
+    fail_msg("%s", error.text);
   qkv_session_read_durable(session, durable);
   assert_int_equal(durable[LAYERS - 1], 512);
   qkv_session_unref(&session);
@@ -280,7 +283,7 @@ static void test_truncation_while_it_is_written(const char *io) {
     assert_int_equal(append(&s, session, 1, cut_at, TOKENS), QKV_OK);
     end_other(&settling);
     end_other(&evicting);
-    assert_int_equal(qkvi_write_back_truncated(s.residency, session, NULL), QKV_OK);
+    assert_int_equal(qkvi_write_back_truncated(s.residency, NULL, session, NULL), QKV_OK);
     assert_int_equal(qkv_session_seal(session, NULL), QKV_OK);
     for (uint32_t layer = 0; layer < LAYERS; layer++) assert_true(same_layer(&s, session, layer, &wanted));
     qkv_session_unref(&session);
@@ -447,7 +450,7 @@ static void test_what_is_not_read_stays(void **unused) {
   const uint64_t end = shortest(&s, cut);
   qkv_session *session = find_session(&s, cut);
   assert_true(qkvi_catalogue_is_unconfirmed(s.residency, session));
-  assert_int_equal(qkvi_catalogue_tie(s.residency, session, NULL), QKV_OK);
+  assert_int_equal(qkvi_catalogue_tie(s.residency, NULL, session, NULL), QKV_OK);
   assert_false(qkvi_catalogue_is_unconfirmed(s.residency, session));
   assert_int_equal(qkv_session_truncate(session, end, NULL, 0, NULL), QKV_OK);
   assert_int_equal(append(&s, session, 1, end, end + 1), QKV_OK);
