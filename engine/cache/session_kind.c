@@ -122,13 +122,27 @@ static qkv_status reserve_coders(const qkv_session_config *config, qkv_arena *ar
   return QKV_OK;
 }
 
-// With the lock, and a reference. NULL: no memory for them.
-static coders *join_coders(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
-                           qkv_error *error) {
-  coders **chain = coder_chain_of(config, model, arena), *found = *chain;
+// With the lock. NULL: there are none.
+static coders *find_coders(const qkv_session_config *config, const qkv_model *model, const qkv_arena *arena) {
+  coders *found = *coder_chain_of(config, model, arena);
   while (found != NULL && (found->model != model || found->arena != arena || found->purpose != config->purpose ||
                            !qkv_coding_alike(&found->policy, &config->policy)))
     found = found->next;
+  return found;
+}
+
+uint64_t qkvi_session_coders_missing(const qkv_session_config *config, const qkv_model *model,
+                                     const qkv_arena *arena) {
+  (void)pthread_mutex_lock(&lock);
+  const bool there = find_coders(config, model, arena) != NULL;
+  (void)pthread_mutex_unlock(&lock);
+  return there ? 0 : qkvi_session_coders_cost(config, model);
+}
+
+// With the lock, and a reference. NULL: no memory for them.
+static coders *join_coders(const qkv_session_config *config, const qkv_model *model, qkv_arena *arena,
+                           qkv_error *error) {
+  coders **chain = coder_chain_of(config, model, arena), *found = find_coders(config, model, arena);
   if (found == NULL) {
     uint64_t bytes = qkvi_session_coders_cost(config, model);
     if (reserve_coders(config, arena, &bytes, error) != QKV_OK) return NULL;

@@ -26,6 +26,9 @@ qkv_status qkvi_session_kind_get(const qkv_session_config *config, const qkv_mod
 uint64_t qkvi_session_kind_cost(const qkv_session_config *config);
 // Bytes of the arena that are reserved for coders where no kind is coded alike.
 uint64_t qkvi_session_coders_cost(const qkv_session_config *config, const qkv_model *model);
+// The same; 0: there is one.
+uint64_t qkvi_session_coders_missing(const qkv_session_config *config, const qkv_model *model,
+                                     const qkv_arena *arena);
 enum { QKVI_CODERS_FREE = 4096 };
 // Gives the reference back, and clears `*kind`.
 void qkvi_session_kind_unref(const qkvi_session_kind **kind);

@@ -504,7 +504,10 @@ uint64_t qkv_store_coders_cost(qkv_store *store, const qkv_session_config *confi
   if (qkv_policy_check(&resolved.policy, NULL) != QKV_OK ||
       qkv_model_policy_check(model, &resolved.policy, NULL) != QKV_OK)
     return 0;
-  return qkvi_session_coders_cost(&resolved, model);
+  qkv_account *account = qkv_accounts_join(store->accounts, config->tenant);
+  const uint64_t bytes = qkvi_session_coders_missing(&resolved, model, qkv_account_arena(account));
+  qkv_account_unref(&account);
+  return bytes;
 }
 
 qkv_status qkv_store_publish(qkv_store *store, qkv_session *session, qkv_error *error) {

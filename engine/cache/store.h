@@ -89,8 +89,8 @@ void qkv_store_each_model(qkv_store *store, const char *tenant,
 // calibration of its model is in force at that time: it has been tried with that codec, too (learner.h).
 qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, const char *model_name,
                           qkv_session **out, qkv_error *error);
-// Memory that opening it takes for coders at most, in addition to what an empty session takes; 0: there is no such
-// model.
+// Memory that opening it takes for coders at most, in addition to what an empty session takes; 0: sessions of the
+// tenant that are coded alike have them, or there is no such model.
 uint64_t qkv_store_coders_cost(qkv_store *store, const qkv_session_config *config, const char *model_name);
 // What it would do to the policy of the config, which it resolves.
 void qkv_store_resolve(const qkv_model *model, const qkv_session_config *config, qkv_policy *policy);

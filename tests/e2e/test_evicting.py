@@ -4,8 +4,8 @@ import grpc
 import pytest
 
 from daemon import Daemon, wait_for
-from kv import TIMEOUT, Cache, Tenant
-from qkv.v1 import admin_pb2, admin_pb2_grpc, objects_pb2, objects_pb2_grpc
+from kv import FP16, TIMEOUT, Cache, Tenant
+from qkv.v1 import admin_pb2, admin_pb2_grpc, model_pb2, objects_pb2, objects_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from test_http import ADMIN, attend_runs
 
@@ -76,3 +76,17 @@ def test_they_wait_on_threads_of_their_own(full, what):
     wait_for(lambda: full.daemon.metric("qkvd_queue_jobs") == 0 or any(call.done() for call in calls), "they wait")
     assert not any(call.done() for call in calls), "the thread that computes waits"
     full.end(calls)
+
+
+def test_a_place_takes_no_memory_for_coders(tmp_path):
+    """The coders of a new session are there already: where its tenant has no place for it, one session is closed."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a sessions=4 host_bytes=4MiB\n")
+    with Daemon("--quota-file", str(quotas), "--codec", "ecsq", "--calibrate-tokens", "0") as daemon:
+        stub = Tenant(daemon.stub(), "a")
+        wide = model_pb2.Model(name="wide", layers=8, kv_heads=64, q_heads=64, key_dim=16, value_dim=16, dtype=FP16)
+        stub.RegisterModel(model_pb2.RegisterModelRequest(model=wide), timeout=TIMEOUT)
+        for i in range(6):
+            request = kv.OpenSessionRequest(session=f"s{i}", model=wide.name, retention=kv.RETENTION_EVICT)
+            stub.OpenSession(request, timeout=TIMEOUT)
+            assert daemon.metric("qkvd_sessions_evicted_total") == max(0, i - 3)

@@ -167,12 +167,16 @@ static void test_coders_count(void **unused) {
   qkv_session *sessions[4] = {NULL};
   const uint64_t cost = qkvi_session_coders_cost(&config, &s.model);
   assert_true(cost > HEADS * 2 * 64);
+  assert_int_equal(qkvi_session_coders_missing(&config, &s.model, s.arena), cost);
   assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[0], NULL), QKV_OK);
   assert_int_equal(read_arena(&s).bytes_reserved, cost);
   config.policy.recent_window = 99;  // another kind, coded alike
   assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[1], NULL), QKV_OK);
   assert_int_equal(read_arena(&s).bytes_reserved, cost);
+  assert_int_equal(qkvi_session_coders_missing(&config, &s.model, s.arena), 0);
   config.policy.bits_k = 3;
+  assert_int_equal(qkvi_session_coders_missing(&config, &s.model, s.arena),
+                   qkvi_session_coders_cost(&config, &s.model));
   qkv_arena_set_limit(s.arena, read_arena(&s).bytes_used + 2 * cost - 1);
   assert_int_equal(qkv_session_create(&config, &s.model, s.arena, &sessions[2], NULL), QKV_RESOURCE_EXHAUSTED);
   assert_int_equal(read_arena(&s).bytes_reserved, cost);
