@@ -146,6 +146,20 @@ static bool put(qkvi_kept_calibrations *kept, const char *tenant, const qkv_mode
   return fits;
 }
 
+bool qkvi_kept_renew(qkvi_kept_calibrations *kept, const char *tenant, const qkv_model *model,
+                     const qkv_calibration *calibration) {
+  (void)pthread_mutex_lock(&kept->lock);
+  const size_t at = place_of(kept, tenant, model, qkv_calibration_version(calibration));
+  const bool has = at < kept->count && same_bytes(kept->rows[at].calibration, calibration);
+  if (has) {
+    const kept_calibration row = kept->rows[at];
+    memmove(&kept->rows[at], &kept->rows[at + 1], (kept->count - at - 1) * sizeof row);
+    kept->rows[kept->count - 1] = row;
+  }
+  (void)pthread_mutex_unlock(&kept->lock);
+  return has;
+}
+
 qkv_status qkvi_kept_put(qkvi_kept_calibrations *kept, const char *tenant, const qkv_model *model,
                          const qkv_calibration *calibration, qkv_error *error) {
   if (bytes_of(calibration) > kept->bytes_max)
@@ -153,6 +167,7 @@ qkv_status qkvi_kept_put(qkvi_kept_calibrations *kept, const char *tenant, const
                     "model.calibration has %" PRIu64 " bytes, those that are kept may have %" PRIu64
                     ", an eighth of memory-budget",
                     bytes_of(calibration), kept->bytes_max);
+  if (qkvi_kept_renew(kept, tenant, model, calibration)) return QKV_OK;
   const uint32_t version = qkv_calibration_version(calibration);
   const qkv_calibration *known = qkvi_kept_find(kept, model, version);
   const bool other = known != NULL && !same_bytes(known, calibration);

@@ -89,17 +89,20 @@ static void stop_counting(void *owner, uint64_t bytes) {
   qkv_account_unref(&account);
 }
 
-// A calibration that a client brings counts as its tenant's memory as long as anything has it. The one that the model
-// has already will not stay.
+// Whether the daemon has it already, so that this one will not stay.
+static bool will_go(const qkv_daemon *daemon, const Qkv__V1__Model *message, const qkv_model *model,
+                    const qkv_calibration *calibration) {
+  const qkv_model *known = NULL;
+  if (qkv_store_model(daemon->store, model->tenant, model->name, &known, NULL) != QKV_OK) return false;
+  return message->calibration_kept ? qkvi_kept_renew(daemon->kept, model->tenant, known, calibration)
+                                   : is_known(known, calibration);
+}
+
+// A calibration that a client brings counts as its tenant's memory as long as anything has it.
 static qkv_status count_calibration(const qkv_rpc_call *call, const Qkv__V1__Model *message, const qkv_model *model,
                                     qkv_calibration *calibration, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  const qkv_model *known = NULL;
-  if (message->calibration.len == 0) return QKV_OK;
-  if (!message->calibration_kept &&
-      qkv_store_model(daemon->store, model->tenant, model->name, &known, NULL) == QKV_OK &&
-      is_known(known, calibration))
-    return QKV_OK;
+  if (message->calibration.len == 0 || will_go(daemon, message, model, calibration)) return QKV_OK;
   const uint64_t bytes = qkv_calibration_memory(calibration);
   qkv_account *account = qkv_accounts_join(qkv_store_accounts(daemon->store), model->tenant);
   const qkv_status status = qkvi_reserve(call, account, bytes, error);

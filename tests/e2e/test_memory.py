@@ -137,3 +137,24 @@ def test_calibrations_that_clients_bring_count(tmp_path):
             stub.GetModel(model_pb2.GetModelRequest(name=f"m{number}"), timeout=TIMEOUT)
         assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
         assert register(f"m{number}").calibration.version == 0
+
+
+@pytest.mark.skipif(SANITIZED, reason="sanitizers keep books of their own in memory")
+def test_a_calibration_that_is_kept_is_brought_again(tmp_path):
+    """As by a second copy of a session: it takes no more memory, of which there is none."""
+    shape = dict(layers=4, kv_heads=16, q_heads=16, key_dim=64, value_dim=64)
+    calibration = make_calibration(tmp_path, shape)
+    with Daemon("--memory-budget", "128MiB") as daemon:
+        stub = daemon.stub()
+
+        def register(name, **fields):
+            model = model_pb2.Model(name=name, dtype=FP16, calibration=calibration, **shape, **fields)
+            return stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), timeout=TIMEOUT)
+
+        register("kept", calibration_kept=True)
+        with pytest.raises(grpc.RpcError):
+            for number in range(32):
+                register(f"m{number}", calibration_trusted=True)
+        before = daemon.status().calibration_bytes
+        register("kept", calibration_kept=True)
+        assert daemon.status().calibration_bytes == before
