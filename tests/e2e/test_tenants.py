@@ -448,6 +448,30 @@ def test_one_tenant_leaves_places_of_the_queue():
             call.cancel()
 
 
+def test_opening_with_a_prefix_leaves_threads():
+    """It is forked from a session to which a long append is under way, for which it waits: not on the only thread that computes."""
+    with Daemon("--threads", "1", "--codec", "ecsq", "--calibrate-tokens", "0") as daemon:
+        other = Cache(Tenant(daemon.stub(), "b"), "read", layers=1)
+        other.append(0, *other.rows(256))
+        stub, ids, tenant = Tenant(daemon.stub(), "a"), list(range(64)), (("qkv-tenant", "a"),)
+        cache = Cache(stub, "appended", layers=1, kv_heads=1, q_heads=1, key_dim=64, value_dim=64, dtype=FP16)
+        cache.append(0, *cache.rows(64), dtype=FP16, token_ids=ids)
+        request = kv.AppendRequest(items=[cache.item(64, *cache.rows(192000), dtype=FP16)])
+        long = daemon.stub().Append.future(iter([request]), timeout=TIMEOUT, metadata=tenant)
+        request = kv.OpenSessionRequest(session="forked", model=cache.model.name, prefix_token_ids=ids)
+        while True:
+            opened = daemon.stub().OpenSession.future(request, timeout=TIMEOUT, metadata=tenant)
+            time.sleep(0.1)
+            assert other.fetch()[0].shape[0] == 256
+            assert not long.done()
+            if not opened.done():
+                break
+            assert opened.result().matched_tokens == 64  # the append had not begun
+            stub.CloseSession(kv.CloseSessionRequest(session="forked"), timeout=TIMEOUT)
+        assert opened.result().matched_tokens == 64
+        assert long.code() == grpc.StatusCode.OK
+
+
 def test_qkvctl(daemon, name, tmp_path):
     own, other = open_pair(daemon, name)
     both = ("--prefix", name)

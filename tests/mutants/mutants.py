@@ -170,6 +170,8 @@ MUTANTS = [
      "engine/cache/session|e2e/tenants"),
     ("the thread that reads closes sessions for memory", "server/handlers/open_session.c",
      "status == QKV_RESOURCE_EXHAUSTED && (waits & QKVI_WAIT_MEMORY) == 0", "false", "e2e/evicting"),
+    ("a job that computes waits for an append to a prefix", "server/handlers/open_session.c",
+     "qkvi_session_waits(call) | JOB_WAITS", "QKVI_WAIT_LAYERS", "e2e/tenants"),
     ("a job that computes closes sessions for an append that opens one", "server/handlers/append.c",
      "if ((wanted & ~stream->waits) == 0)", "if (true)", "e2e/evicting"),
     ("a job that computes closes sessions for memory", "server/handlers/append.c", "(QKVI_WAIT_MEMORY | QKVI_WAIT_DISK)",
