@@ -230,7 +230,6 @@ static uint64_t evict_coldest(const qkv_layer *layer, uint64_t bytes, int64_t un
   return freed;
 }
 
-// Pages that this layer does not see, of a range that no other layer has: layers that are gone had them.
 static void drop_unseen(const qkv_layer *layer, size_t at) {
   qkv_page_range *range = layer->ranges[at].range;
   size_t first, end;
@@ -244,9 +243,13 @@ static void drop_unseen(const qkv_layer *layer, size_t at) {
   qkvi_range_release(range);
 }
 
+void qkvi_layer_drop_unseen(const qkv_layer *layer) {
+  for (size_t i = 0; i < layer->range_count; i++) drop_unseen(layer, i);
+}
+
 uint64_t qkv_layer_evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use) {
   *in_use = false;
-  for (size_t i = 0; i < layer->range_count; i++) drop_unseen(layer, i);
+  qkvi_layer_drop_unseen(layer);
   const uint64_t coded = qkv_layer_read_usage(layer).bytes_coded;
   if (coded == 0) return 0;
   return bytes < coded ? evict_coldest(layer, bytes, unused_since_ms, in_use)

@@ -1,6 +1,7 @@
 // Spilling a layer's pages: their records (backing.h), eviction from memory and restoring.
 //
-//   locked for reading   qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict
+//   locked for reading   qkv_layer_holds, qkv_layer_missing, qkv_layer_restore, qkv_layer_evict,
+//                        qkvi_layer_drop_unseen
 //   locked for writing   everything else; none of it takes long
 //
 // A page whose image has left memory is *cold*: it has a record and no image. Attention and decoding need what they
@@ -34,6 +35,10 @@ bool qkv_layer_is_settled(const qkv_layer *layer);
 // in this layer. `*in_use` says whether there were any of the last kind. Returns the bytes that were freed: an image
 // that others hold frees none.
 uint64_t qkv_layer_evict(const qkv_layer *layer, uint64_t bytes, int64_t unused_since_ms, bool *in_use);
+
+// Drops from memory pages that this layer does not see, of ranges that no other layer has: layers that are gone had
+// them. Those that no trunk (trunk.h) has either are dropped as a whole. A range that another thread reads stays.
+void qkvi_layer_drop_unseen(const qkv_layer *layer);
 
 // The most bytes of the arena that an append of rows up to `end` takes.
 uint64_t qkv_layer_append_cost(const qkv_layer *layer, uint64_t end);

@@ -243,13 +243,40 @@ qkv_page_range *qkvi_range_share(qkv_page_range *range) {
   return range;
 }
 
+// ---- Trunks ----
+
+// The place of the reach of so many pages, or where it would be.
+static qkvi_trunk_reach **find_reach(qkv_page_range *range, uint32_t pages) {
+  qkvi_trunk_reach **at = &range->reaches;
+  while (*at != NULL && (*at)->pages > pages) at = &(*at)->next;
+  return at;
+}
+
+static void add_reach(qkv_page_range *range, uint32_t pages) {
+  qkvi_trunk_reach **at = find_reach(range, pages);
+  if (*at == NULL || (*at)->pages != pages) {
+    qkvi_trunk_reach *made = checked(malloc(sizeof *made));
+    *made = (qkvi_trunk_reach){.next = *at, .pages = pages};
+    *at = made;
+  }
+  (*at)->trunks++;
+}
+
+static void drop_reach(qkv_page_range *range, uint32_t pages) {
+  qkvi_trunk_reach **at = find_reach(range, pages), *left = *at;
+  assert(left != NULL && left->pages == pages && left->trunks > 0);
+  if (--left->trunks > 0) return;
+  *at = left->next;
+  free(left);
+}
+
 uint64_t qkvi_range_join_trunk(qkv_page_range *range, uint32_t pages) {
   uint64_t stored = 0;
   qkvi_range_lock(range);
-  assert(pages <= range->count);
+  assert(pages > 0 && pages <= range->count);
   (void)qkvi_range_share(range);
   atomic_fetch_add(&range->trunks, 1);
-  if (range->trunk_pages < pages) range->trunk_pages = (uint8_t)pages;
+  add_reach(range, pages);
   const qkv_page_entry *entries = atomic_load_explicit(&range->pages, memory_order_relaxed);
   for (uint32_t i = 0; i < pages; i++)
     stored += entries != NULL ? entries[i].record_bytes : range->packed->pages[i].bytes;
@@ -267,7 +294,8 @@ qkv_page_range *qkvi_range_share_of_trunk(qkv_page_range *range) {
 }
 
 void qkvi_range_leave_memory(qkv_page_range *range, uint32_t count, qkv_arena *arena) {
-  const uint32_t kept = count > range->trunk_pages ? count : range->trunk_pages;
+  const uint32_t trunk_pages = qkvi_range_trunk_pages(range);
+  const uint32_t kept = count > trunk_pages ? count : trunk_pages;
   if (range->count > kept) qkvi_range_cut(range, kept, arena);
   qkv_page_entry *pages = atomic_load_explicit(&range->pages, memory_order_relaxed);
   for (uint32_t i = count; pages != NULL && i < range->count; i++) {
@@ -280,12 +308,14 @@ void qkvi_range_leave_memory(qkv_page_range *range, uint32_t count, qkv_arena *a
 }
 
 // Under the lock, so that no layer is added between the count and what follows from it: where only trunks are left,
-// the range leaves memory.
-static void leave(qkv_page_range *left, uint32_t trunks, qkv_arena *arena) {
+// the range leaves memory. `trunk_pages` is what a trunk had of it; 0: a layer leaves.
+static void leave(qkv_page_range *left, uint32_t trunk_pages, qkv_arena *arena) {
+  const uint32_t trunks = trunk_pages > 0 ? 1 : 0;
   qkvi_range_lock(left);
+  if (trunks > 0) drop_reach(left, trunk_pages);
   const uint32_t trunks_left = atomic_fetch_sub(&left->trunks, trunks) - trunks,
                  layers_left = atomic_fetch_sub_explicit(&left->layers, 1, memory_order_acq_rel) - 1;
-  if (trunks_left == 0) left->trunk_pages = 0;
+  assert((trunks_left == 0) == (left->reaches == NULL));
   if (layers_left > 0 && layers_left == trunks_left) qkvi_range_leave_memory(left, 0, arena);
   qkvi_range_unlock(left);
   if (layers_left > 0) return;
@@ -302,8 +332,9 @@ void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena) {
   *range = NULL;
 }
 
-void qkvi_range_leave_trunk(qkv_page_range **range, qkv_arena *arena) {
-  leave(*range, 1, arena);
+void qkvi_range_leave_trunk(qkv_page_range **range, uint32_t pages, qkv_arena *arena) {
+  assert(pages > 0);
+  leave(*range, pages, arena);
   *range = NULL;
 }
 

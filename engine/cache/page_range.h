@@ -66,6 +66,12 @@ typedef struct qkv_page_entry {
   uint64_t serial;        // of the image: another one, another number, in the life of the process; 0: it is cold
 } qkv_page_entry;
 
+// Trunks that have equally many of a range's first pages.
+typedef struct qkvi_trunk_reach {
+  struct qkvi_trunk_reach *next;  // that have fewer
+  uint32_t pages, trunks;
+} qkvi_trunk_reach;
+
 typedef struct qkv_page_range {
   _Atomic(qkv_device *) device;  // that has been asked for copies of its pages (device.h); NULL: none
   _Atomic uint32_t layers;       // that have it, trunks (trunk.h) among them
@@ -74,11 +80,11 @@ typedef struct qkv_page_range {
   _Atomic uint32_t keepers;      // layers of pinned sessions: its pages stay in memory, whatever others do
   _Atomic uint32_t trunks;       // of `layers`; written under `lock`
   _Atomic bool was_shared;       // records may be needed by other sessions: the backing knows by which (backing.h)
-  uint8_t trunk_pages;           // that trunks have of it, the most, under `lock`; 0: there is no trunk
+  uint8_t count, capacity;       // pages, at most QKV_RANGE_PAGES
   _Atomic uint32_t tokens_cold;  // of all pages
   pthread_mutex_t lock;
-  qkv_account *account;  // that the records' bytes are counted in; NULL: none
-  uint32_t count, capacity;
+  qkvi_trunk_reach *reaches;         // of its trunks, under `lock`, the farthest first; NULL: there is no trunk
+  qkv_account *account;              // that the records' bytes are counted in; NULL: none
   uint64_t begin;                    // position of its first page
   const qkv_coder *coder;            // of all its pages; NULL before the first
   _Atomic(qkv_page_entry *) pages;   // NULL: there are none, or they are packed
@@ -98,9 +104,13 @@ qkv_page_range *qkvi_range_share(qkv_page_range *range);
 void qkvi_range_leave(qkv_page_range **range, qkv_arena *arena);
 
 // A trunk has its first `pages`, which are durable, from here on, by who has it in a layer; returns the bytes of
-// their records. And one trunk less, as above.
+// their records. And one trunk less, that had as many, as above.
 uint64_t qkvi_range_join_trunk(qkv_page_range *range, uint32_t pages);
-void qkvi_range_leave_trunk(qkv_page_range **range, qkv_arena *arena);
+void qkvi_range_leave_trunk(qkv_page_range **range, uint32_t pages, qkv_arena *arena);
+// The most that a trunk has of them, under the lock; 0: there is no trunk.
+static inline uint32_t qkvi_range_trunk_pages(const qkv_page_range *range) {
+  return range->reaches == NULL ? 0 : range->reaches->pages;
+}
 // One layer more, by who refers to a trunk that has the range.
 qkv_page_range *qkvi_range_share_of_trunk(qkv_page_range *range);
 // Pages from the `count`th on, which no layer has, leave memory; those that no trunk has are dropped. Under the lock,

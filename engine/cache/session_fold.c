@@ -202,6 +202,17 @@ bool qkvi_session_fold_begin(qkv_session *session, uint32_t references, session_
   return true;
 }
 
+// What other sessions have left in its ranges would keep it in memory.
+static void drop_unseen(const qkv_session *session, session_working *working) {
+  const session_layers *layers = atomic_load(&working->made);
+  for (uint32_t i = 0; i < session->kind->model->layers; i++) {
+    const qkv_layer *layer = &layers->at[i].layer;
+    qkvi_layer_pin(layer, 0);
+    qkvi_layer_drop_unseen(layer);
+    qkvi_layer_unpin(layer);
+  }
+}
+
 static bool write_record(qkv_session *session, session_working *working, const qkvi_trunk *trunk) {
   const qkv_backing *backing = session->kind->config.backing;
   const session_layers *layers = atomic_load(&working->made);
@@ -219,6 +230,7 @@ static bool write_record(qkv_session *session, session_working *working, const q
 // What is shared stays so until the trunk has it, though other sessions may leave meanwhile.
 bool qkvi_session_fold_end(qkv_session *session, session_working *working) {
   const qkvi_session_kind *kind = session->kind;
+  drop_unseen(session, working);
   qkvi_trunk *trunk = qkvi_trunk_plan(atomic_load(&working->made), kind->model->layers, &working->tokens);
   const bool written = write_record(session, working, trunk);
   if (written) {

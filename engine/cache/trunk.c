@@ -106,7 +106,8 @@ void qkvi_trunk_unref(qkvi_trunk **trunk) {
   if (last) HASH_DEL(table, left);
   (void)pthread_mutex_unlock(&table_lock);
   if (!last) return;
-  for (size_t i = 0; i < left->count; i++) qkvi_range_leave_trunk(&left->parts[i].range, left->arena);
+  for (size_t i = 0; i < left->count; i++)
+    qkvi_range_leave_trunk(&left->parts[i].range, left->parts[i].pages, left->arena);
   qkvi_token_chunk_unref(left->arena, left->tokens);
   free(left);
 }

@@ -300,6 +300,28 @@ def test_the_parent_of_folded_forks(start, what):
         wait_for(lambda: daemon.metric("qkvd_kv_bytes") == 0, "memory to be free")
 
 
+@pytest.mark.parametrize("order", ["parent", "fork"])
+def test_what_the_parent_alone_has_leaves_with_it(start, order):
+    """Of a range that both have, the fork sees four pages."""
+    with start() as daemon:
+        parent = Cache(daemon.stub(), "parent", layers=LAYERS, durability=ASYNC, recent_window=16)
+        for layer in range(LAYERS):
+            parent.append(0, *parent.rows(700), layer=layer)
+        fork = forked(parent, "fork", 256)
+        for layer in range(LAYERS):
+            fork.append(256, *fork.rows(256), layer=layer)
+        admin = admin_pb2_grpc.AdminStub(daemon.channel())
+        for cache in (parent, fork) if order == "parent" else (fork, parent):
+            sink(cache)
+        wait_for(lambda: folded(daemon) == 2, "both to be folded")
+        assert daemon.metric("qkvd_kv_bytes") < 4096  # names, no pages
+        parent.stub.CloseSession(kv.CloseSessionRequest(session="parent"), timeout=TIMEOUT)
+        usage = admin.GetQuota(admin_pb2.GetQuotaRequest(tenant="default"), timeout=TIMEOUT).tenants[0].usage
+        assert usage.ssd_bytes == fork.info().bytes_stored
+        fork.stub.CloseSession(kv.CloseSessionRequest(session="fork"), timeout=TIMEOUT)
+        assert daemon.metric("qkvd_kv_bytes") == 0
+
+
 def test_never(start):
     with start("--fold-after", "0") as daemon:
         sink(make(daemon))

@@ -126,7 +126,7 @@ static void test_a_fork_is_folded(void **unused) {
   assert_ptr_equal(range_of(fork, 2, 0), range);
   assert_ptr_equal(range_of(s.session, 2, 0), range);
   assert_int_equal(atomic_load(&range->layers), 2);
-  assert_true(atomic_load(&range->trunks) == 0 && range->trunk_pages == 0);
+  assert_true(atomic_load(&range->trunks) == 0 && range->reaches == NULL);
   assert_int_equal(record_at(fork, 2, 1), records);
   assert_int_equal(qkv_session_length(fork), SHARED);
   uint32_t ids[SHARED];
@@ -149,7 +149,8 @@ static void test_forks_have_trunks_together(void **unused) {
   for (int i = 0; i < 5; i++) forks[i] = make_fork(&s, names[i], FIRST_ID + 1 + (uint64_t)i, i < 3 ? SHARED : 64);
   for (int i = 0; i < 5; i++) assert_true(qkv_store_fold(s.store, forks[i]));
   const qkv_page_range *range = range_of(s.session, 1, 0);
-  assert_true(atomic_load(&range->layers) == 3 && atomic_load(&range->trunks) == 2 && range->trunk_pages == 3);
+  assert_true(atomic_load(&range->layers) == 3 && atomic_load(&range->trunks) == 2 &&
+              qkvi_range_trunk_pages(range) == 3);
   assert_true(used(&s) <= alone + 5 * 128);
   for (int i = 1; i < 5; i++)  // what they keep is one where it is equal
     assert_int_equal(atomic_load(&forks[i]->state) == atomic_load(&forks[i - 1]->state), i != 3);
@@ -298,6 +299,32 @@ static void test_eviction_and_return(void **unused) {
   teardown(&s);
 }
 
+// Of the range that both have, the fork sees one page of four. The parent is folded while the others are in memory.
+static void test_pages_of_the_parent_alone(void **unused) {
+  (void)unused;
+  scene s;
+  for (int unfolded = 0; unfolded <= 1; unfolded++) {
+    setup_warm(&s);
+    qkv_session *fork = make_fork(&s, "b", FIRST_ID + 1, 64);
+    const uint64_t fork_stored = info_of(fork).usage.bytes_stored;
+    (void)qkv_session_evict(fork, UINT64_MAX, true);
+    (void)info_of(s.session);  // which publishes that all of it is shared
+    assert_true(qkv_store_fold(s.store, s.session));
+    const qkv_page_range *range = range_of(fork, 1, 0);
+    assert_true(atomic_load(&range->bytes_coded) > 0);
+    assert_true(qkv_store_fold(s.store, fork));
+    assert_true(range->packed != NULL && atomic_load(&range->bytes_coded) == 0 && range->count == 4);
+    if (unfolded) unfold(fork);
+    close_session(&s, &s.session);
+    s.session = fork;
+    assert_int_equal(range->count, unfolded ? 4 : 1);
+    if (unfolded) assert_true(qkv_store_fold(s.store, fork));  // whose record has its page: there is no trunk
+    assert_int_equal(ssd_bytes(&s), fork_stored);
+    unfold(fork);
+    teardown(&s);
+  }
+}
+
 // Own pages behind shared ones are in the record; they are not folded while they are in memory.
 static void test_rows_of_its_own(void **unused) {
   (void)unused;
@@ -429,6 +456,7 @@ int main(void) {
       cmocka_unit_test(test_token_ids_of_both),
       cmocka_unit_test(test_eviction_and_return),
       cmocka_unit_test(test_rows_of_its_own),
+      cmocka_unit_test(test_pages_of_the_parent_alone),
       cmocka_unit_test(test_all_are_folded),
       cmocka_unit_test(test_the_parent_closes_meanwhile),
       cmocka_unit_test(test_records_that_are_wrong),
