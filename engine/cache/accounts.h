@@ -82,7 +82,8 @@ qkv_account_usage qkv_account_read(const qkv_account *account);
 // The usage of a tenant; false: nothing refers to its account, and all is 0.
 bool qkv_accounts_read(qkv_accounts *accounts, const char *tenant, qkv_account_usage *usage);
 
-// Calls fn for each account, in no order, under the lock. fn returns false to stop.
-void qkv_accounts_each(qkv_accounts *accounts, bool (*fn)(void *context, const qkv_account *account), void *context);
+// Calls fn with the tenant of each account, in no order, without the lock: some at a time, others may take it in
+// between.
+void qkv_accounts_each(qkv_accounts *accounts, void (*fn)(void *context, const char *tenant), void *context);
 
 #endif

@@ -8,14 +8,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #define uthash_fatal(message) abort()
 #include <uthash.h>
+#include <utlist.h>
 
 #include "engine/base/histogram.h"
+#include "engine/base/name.h"
 #include "server/rpc/internal.h"
 
 #define CALL_OF(part) ((qkv_rpc_call *)((char *)(part)-offsetof(qkv_rpc_call, place)))
@@ -25,6 +28,10 @@
 #define LOOK_MS 1000
 // Tenants that are kept while no call of theirs runs: their totals, and their debts.
 #define TENANTS_KEPT 4096
+// Tenants that a walk copies with the lock taken once. Then it sleeps for a moment: who waits for the lock is not yet
+// awake when it is free, and would find it taken again. Of 60000 others waited 12 ms without, 0.04 with it.
+#define AT_ONCE 256
+#define PAUSE_NS 1000
 
 struct qkvi_rpc_group {
   UT_hash_handle hh;
@@ -38,6 +45,13 @@ struct qkvi_rpc_group {
   char name[];
 };
 
+// A walk over the tenants, in the order in which they came. Those that come meanwhile are last.
+typedef struct qkvi_rpc_walk {
+  const qkvi_rpc_group *next;  // NULL: it has ended
+  size_t left;                 // tenants that it visits at most
+  struct qkvi_rpc_walk *further;
+} qkvi_rpc_walk;
+
 typedef struct qkvi_rpc_list {
   qkvi_rpc_place *oldest, *newest;
 } qkvi_rpc_list;
@@ -46,6 +60,7 @@ struct qkvi_rpc_limits {
   qkvi_rpc_limits_config config;
   pthread_mutex_t lock;
   qkvi_rpc_group *connections, *tenants;
+  qkvi_rpc_walk *walks;          // over the tenants, which keep their order meanwhile
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   size_t spoken;                 // as of tenants
   qkvi_rpc_list silent, others;
@@ -116,6 +131,13 @@ static bool may_go(qkvi_rpc_group *tenant) {
   return tenant->members == 0 && qkvi_meter_is_idle(&tenant->meter, qkv_stage_now());
 }
 
+static void free_tenant(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
+  for (qkvi_rpc_walk *walk = limits->walks; walk != NULL; walk = walk->further) {
+    if (walk->next == tenant) walk->next = tenant->hh.next;
+  }
+  free_group(&limits->tenants, tenant);
+}
+
 // Looks at the oldest few: one that has left may go once its meter is idle. Those that stay become the newest.
 static void drop_oldest(qkvi_rpc_limits *limits, const qkvi_rpc_group *joined) {
   enum { LOOKS = 2 };
@@ -123,8 +145,8 @@ static void drop_oldest(qkvi_rpc_limits *limits, const qkvi_rpc_group *joined) {
     qkvi_rpc_group *oldest = limits->tenants;
     if (oldest == joined) return;
     if (may_go(oldest)) {
-      free_group(&limits->tenants, oldest);
-    } else {
+      free_tenant(limits, oldest);
+    } else if (limits->walks == NULL) {
       HASH_DEL(limits->tenants, oldest);
       HASH_ADD_KEYPTR(hh, limits->tenants, oldest->name, strlen(oldest->name), oldest);
     }
@@ -144,7 +166,7 @@ static qkvi_rpc_group *join_tenant(qkvi_rpc_limits *limits, const char *name) {
 
 static void leave_tenant(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
   if (--tenant->members > 0 || HASH_COUNT(limits->tenants) <= TENANTS_KEPT) return;
-  if (may_go(tenant)) free_group(&limits->tenants, tenant);
+  if (may_go(tenant)) free_tenant(limits, tenant);
 }
 
 // ---- The silent ones, and the others ----
@@ -452,10 +474,30 @@ qkvi_call_usage qkvi_rpc_limits_usage(qkvi_rpc_limits *limits, const char *tenan
   return usage;
 }
 
+// With the lock.
+static size_t copy_names(qkvi_rpc_walk *walk, char names[AT_ONCE][QKV_NAME_MAX + 1]) {
+  size_t count = 0;
+  for (; count < AT_ONCE && walk->next != NULL; count++) {
+    assert(strlen(walk->next->name) <= QKV_NAME_MAX);
+    memcpy(names[count], walk->next->name, strlen(walk->next->name) + 1);
+    walk->next = --walk->left > 0 ? walk->next->hh.next : NULL;
+  }
+  return count;
+}
+
 void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, const char *tenant), void *context) {
+  char names[AT_ONCE][QKV_NAME_MAX + 1];
   pthread_mutex_lock(&limits->lock);
-  for (const qkvi_rpc_group *tenant = limits->tenants; tenant != NULL; tenant = tenant->hh.next)
-    fn(context, tenant->name);
+  qkvi_rpc_walk walk = {.next = limits->tenants, .left = HASH_COUNT(limits->tenants)};
+  LL_PREPEND2(limits->walks, &walk, further);
+  while (walk.next != NULL) {
+    const size_t count = copy_names(&walk, names);
+    pthread_mutex_unlock(&limits->lock);
+    for (size_t i = 0; i < count; i++) fn(context, names[i]);
+    if (count == AT_ONCE) (void)nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
+    pthread_mutex_lock(&limits->lock);
+  }
+  LL_DELETE2(limits->walks, &walk, further);
   pthread_mutex_unlock(&limits->lock);
 }
 

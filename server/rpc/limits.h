@@ -98,7 +98,7 @@ qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *p
 void qkvi_rpc_limits_refused(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
 // Of a tenant; zeros where it is not known (any more).
 qkvi_call_usage qkvi_rpc_limits_usage(qkvi_rpc_limits *limits, const char *tenant);
-// Tenants that calls have come from, in no order, under the lock.
+// Tenants that calls have come from, in no order, without the lock: some at a time, others may take it in between.
 void qkvi_rpc_limits_each(qkvi_rpc_limits *limits, void (*fn)(void *context, const char *tenant), void *context);
 
 // How many calls have ended because they were silent: for too long, or because others needed their places.

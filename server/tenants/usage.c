@@ -19,11 +19,6 @@ static void add_name(void *context, const char *tenant) {
   memcpy(all->rows[all->count++], tenant, strlen(tenant) + 1);
 }
 
-static bool add_account(void *context, const qkv_account *account) {
-  add_name(context, qkv_account_tenant(account));
-  return true;
-}
-
 static int by_name(const void *a, const void *b) {
   return strcmp(a, b);
 }
@@ -48,7 +43,7 @@ size_t qkvi_tenant_usage_list(qkv_daemon *daemon, qkvi_tenant_usage **out) {
     if (strcmp(quotas[i].tenant, QKV_QUOTA_DEFAULT) != 0) add_name(&all, quotas[i].tenant);
   }
   free(quotas);
-  qkv_accounts_each(qkv_store_accounts(daemon->store), add_account, &all);
+  qkv_accounts_each(qkv_store_accounts(daemon->store), add_name, &all);
   qkv_rpc_server_each_tenant(daemon->rpc, add_name, &all);
   if (all.count > 0) qsort(all.rows, all.count, sizeof *all.rows, by_name);
   *out = calloc(all.count + 1, sizeof **out);

@@ -158,12 +158,57 @@ static void threads_stay_below_the_ceilings(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+// A walk over all of them, on which accounts go and come.
+enum { MANY = 1000, GO = 400, STAY = 900 };  // those between the latter go
+
+typedef struct tour {
+  qkv_accounts *accounts;
+  qkv_account *all[MANY], *more;
+  bool seen[MANY];
+  size_t count;
+} tour;
+
+// With the lock it would wait for ever. Accounts that come later in the walk go; one that is made may be visited.
+static void visit(void *context, const char *tenant) {
+  tour *on = context;
+  int number;
+  if (strcmp(tenant, "late") == 0) return;
+  assert_int_equal(sscanf(tenant, "tenant-%d", &number), 1);
+  assert_false(on->seen[number]);
+  on->seen[number] = true;
+  on->count++;
+  if (on->count != 1) return;
+  on->more = qkv_accounts_join(on->accounts, "late");
+  for (int i = GO; i < STAY; i++) qkv_account_unref(&on->all[i]);
+}
+
+static void a_walk_gives_the_lock_to_others(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1 << 20);
+  qkv_accounts *accounts = qkv_accounts_create(arena, NULL, NULL);
+  tour on = {.accounts = accounts};
+  for (int i = 0; i < MANY; i++) {
+    char name[32];
+    (void)snprintf(name, sizeof name, "tenant-%d", i);
+    on.all[i] = qkv_accounts_join(accounts, name);
+  }
+  qkv_accounts_each(accounts, visit, &on);
+  for (int i = 0; i < GO; i++) assert_true(on.seen[i]);
+  for (int i = STAY; i < MANY; i++) assert_true(on.seen[i]);
+  assert_true(on.count <= GO + MANY - STAY);
+  for (int i = 0; i < MANY; i++) qkv_account_unref(&on.all[i]);
+  qkv_account_unref(&on.more);
+  qkv_accounts_destroy(&accounts);
+  qkv_arena_destroy(&arena);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(accounts_come_and_go),
       cmocka_unit_test(the_ssd_has_a_ceiling),
       cmocka_unit_test(full_ones_take_turns),
       cmocka_unit_test(threads_stay_below_the_ceilings),
+      cmocka_unit_test(a_walk_gives_the_lock_to_others),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
