@@ -9,11 +9,16 @@
 #include "proto/quota.h"
 #include "qkv/v1/admin.pb-c.h"
 
-static int get(qkv_client *client, const char *tenant, Qkv__V1__GetQuotaResponse **answer) {
+enum { PAGE_SIZE = 1000 };  // the most that a daemon takes
+
+// `token`: of the page, of all tenants; "" is the first one.
+static int get(qkv_client *client, const char *tenant, const char *token, Qkv__V1__GetQuotaResponse **answer) {
   Qkv__V1__GetQuotaRequest request = QKV__V1__GET_QUOTA_REQUEST__INIT;
   ProtobufCMessage *got = NULL;
   qkv_call_error error = {0};
   request.tenant = (char *)tenant;
+  request.page_size = PAGE_SIZE;
+  request.page_token = (char *)token;
   if (qkv_client_call_message(client, "/qkv.v1.Admin/GetQuota", &request.base,
                               &qkv__v1__get_quota_response__descriptor, &got, &error) != 0)
     return qkv_program_failed("%s", error.text);
@@ -72,10 +77,14 @@ static void put_count(qkv_table *table, uint64_t used, uint64_t most) {
   }
 }
 
-static void print_table(const Qkv__V1__GetQuotaResponse *answer) {
+static qkv_table *quota_table(void) {
   static const char *const heads[] = {"TENANT", "MEMORY", "SSD", "SESSIONS", "CALLS", "WEIGHT", "REFUSED"};
   qkv_table *table = qkv_table_create(sizeof heads / sizeof *heads);
   for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) qkv_table_cell(table, "%s", heads[i]);
+  return table;
+}
+
+static void add_rows(qkv_table *table, const Qkv__V1__GetQuotaResponse *answer) {
   for (size_t i = 0; i < answer->n_tenants; i++) {
     const Qkv__V1__Quota *quota = answer->tenants[i]->quota;
     const Qkv__V1__QuotaUsage *usage = answer->tenants[i]->usage;
@@ -87,21 +96,30 @@ static void print_table(const Qkv__V1__GetQuotaResponse *answer) {
     qkv_table_cell(table, "%" PRIu32, quota->weight == 0 ? (uint32_t)QKV_WEIGHT_DEFAULT : quota->weight);
     qkv_table_cell(table, "%" PRIu64, usage->refused);
   }
-  qkv_table_print(table, stdout);
-  qkv_table_destroy(&table);
+}
+
+// All pages; into `table`, or as JSON lines where it is NULL.
+static int show_pages(qkv_client *client, const char *tenant, qkv_table *table) {
+  char token[QKVCTL_PAGE_TOKEN_BYTES] = "";
+  int status;
+  do {
+    Qkv__V1__GetQuotaResponse *answer = NULL;
+    status = get(client, tenant, token, &answer);
+    if (status != QKV_EXIT_OK) return status;
+    assert(answer != NULL);
+    if (table != NULL) add_rows(table, answer);
+    if (table == NULL) status = print_json(answer);
+    if (status == QKV_EXIT_OK) status = qkvctl_next_page(answer->next_page_token, token);
+    protobuf_c_message_free_unpacked(&answer->base, NULL);
+  } while (status == QKV_EXIT_OK && token[0] != '\0');
+  return status;
 }
 
 static int show(const qkvctl_values *values, qkv_client *client, const char *tenant) {
-  Qkv__V1__GetQuotaResponse *answer = NULL;
-  int status = get(client, tenant, &answer);
-  if (status != QKV_EXIT_OK) return status;
-  assert(answer != NULL);
-  if (values->program.json) {
-    status = print_json(answer);
-  } else {
-    print_table(answer);
-  }
-  protobuf_c_message_free_unpacked(&answer->base, NULL);
+  qkv_table *table = values->program.json ? NULL : quota_table();
+  const int status = show_pages(client, tenant, table);
+  if (table != NULL && status == QKV_EXIT_OK) qkv_table_print(table, stdout);
+  qkv_table_destroy(&table);
   return status;
 }
 
@@ -127,7 +145,7 @@ static int send_quota(qkv_client *client, const qkv_quota *quota) {
 // What the tenant has of its own.
 static int read_own(qkv_client *client, const char *tenant, qkv_quota *quota) {
   Qkv__V1__GetQuotaResponse *answer = NULL;
-  const int status = get(client, tenant, &answer);
+  const int status = get(client, tenant, "", &answer);
   if (status != QKV_EXIT_OK) return status;
   assert(answer != NULL);
   const bool own = answer->n_tenants == 1 && !answer->tenants[0]->by_default;

@@ -1,5 +1,7 @@
 // Admin.SetQuota and Admin.GetQuota (docs/tenants.md).
+#include <inttypes.h>
 #include <jansson.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +12,8 @@
 #include "server/handlers/handlers.h"
 #include "server/handlers/jobs.h"
 #include "server/tenants/usage.h"
+
+enum { PAGE_SIZE_MAX = 1000 };
 
 // ---- SetQuota ----
 
@@ -78,54 +82,70 @@ static void write_tenant(qkvi_tenant_usage *from, tenant_message *to) {
   to->message.by_default = from->by_default;
 }
 
-static void reply(qkv_rpc_call *call, qkvi_tenant_usage *tenants, size_t count) {
-  tenant_message *parts = calloc(count + 1, sizeof *parts);
-  Qkv__V1__TenantQuota **rows = calloc(count + 1, sizeof *rows);
+// What is answered: one tenant, or a page of all.
+typedef struct quota_page {
+  qkvi_tenant_usage *tenants;
+  size_t count;
+  bool more;  // behind it
+} quota_page;
+
+static void reply(qkv_rpc_call *call, quota_page *page) {
+  tenant_message *parts = calloc(page->count + 1, sizeof *parts);
+  Qkv__V1__TenantQuota **rows = calloc(page->count + 1, sizeof *rows);
   Qkv__V1__GetQuotaResponse response = QKV__V1__GET_QUOTA_RESPONSE__INIT;
   if (parts == NULL || rows == NULL) abort();
-  for (size_t i = 0; i < count; i++) {
-    write_tenant(&tenants[i], &parts[i]);
+  for (size_t i = 0; i < page->count; i++) {
+    write_tenant(&page->tenants[i], &parts[i]);
     rows[i] = &parts[i].message;
   }
-  response.n_tenants = count;
+  response.n_tenants = page->count;
   response.tenants = rows;
+  if (page->more) response.next_page_token = page->tenants[page->count - 1].quota.tenant;
   qkvi_control_reply(call, &response.base);
   free(rows);
   free(parts);
 }
 
-static qkv_status get_quota(const qkv_rpc_call *call, const char *asked, qkvi_tenant_usage **tenants, size_t *count,
+static qkv_status list_quotas(qkv_daemon *daemon, const Qkv__V1__GetQuotaRequest *request, quota_page *page,
+                              qkv_error *error) {
+  if (request->page_token[0] != '\0') QKV_TRY(qkv_name_check(request->page_token, "page_token", error));
+  const size_t size = request->page_size == 0 ? SIZE_MAX - 1 : request->page_size;
+  page->count = qkvi_tenant_usage_list(daemon, request->page_token, size + 1, &page->tenants);
+  page->more = page->count > size;
+  if (page->more) page->count = size;
+  return QKV_OK;
+}
+
+static qkv_status get_quota(const qkv_rpc_call *call, const Qkv__V1__GetQuotaRequest *request, quota_page *page,
                             qkv_error *error) {
   qkv_daemon *daemon = qkv_rpc_context(call);
   const char *tenant = NULL;
-  const bool all = strcmp(asked, QKV_QUOTA_DEFAULT) == 0;
+  const bool all = strcmp(request->tenant, QKV_QUOTA_DEFAULT) == 0;
+  if (request->page_size > PAGE_SIZE_MAX)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "page_size is %" PRIu32 ", at most %d", request->page_size,
+                    PAGE_SIZE_MAX);
   if (all && qkvi_call_is_bound(call)) return qkv_fail(error, QKV_NOT_FOUND, "no tenant *");
-  if (!all) QKV_TRY(qkvi_asked_tenant(call, asked, &tenant, error));
+  if (!all) QKV_TRY(qkvi_asked_tenant(call, request->tenant, &tenant, error));
   if (tenant == NULL) tenant = QKV_QUOTA_DEFAULT;
-  if (tenant[0] == '\0') {
-    *count = qkvi_tenant_usage_list(daemon, tenants);
-    return QKV_OK;
-  }
-  *tenants = calloc(1, sizeof **tenants);
-  if (*tenants == NULL) abort();
-  *count = 1;
-  qkvi_tenant_usage_read(daemon, tenant, *tenants);
+  if (tenant[0] == '\0') return list_quotas(daemon, request, page, error);
+  page->tenants = calloc(1, sizeof *page->tenants);
+  if (page->tenants == NULL) abort();
+  page->count = 1;
+  qkvi_tenant_usage_read(daemon, tenant, page->tenants);
   return QKV_OK;
 }
 
 static void get_job(void *context) {
   qkv_rpc_call *call = context;
-  const Qkv__V1__GetQuotaRequest *request = qkv_rpc_state(call);
-  qkvi_tenant_usage *tenants = NULL;
-  size_t count = 0;
+  quota_page page = {.tenants = NULL};
   qkv_error error = {0};
   if (!qkvi_job_wanted(call)) return;
-  if (get_quota(call, request->tenant, &tenants, &count, &error) != QKV_OK) {
+  if (get_quota(call, qkv_rpc_state(call), &page, &error) != QKV_OK) {
     qkvi_control_fail(call, &error);
   } else {
-    reply(call, tenants, count);
+    reply(call, &page);
   }
-  free(tenants);
+  free(page.tenants);
 }
 
 static void on_get_quota(qkv_rpc_call *call, qkv_bytes message) {

@@ -85,7 +85,7 @@ static void put_head(FILE *out, const char *name, const char *type, const char *
 void qkvi_tenant_metrics(FILE *out, qkv_daemon *daemon) {
   qkvi_tenant_usage *rows = NULL;
   listing all = {.out = out, .labels = &daemon->observed.tenants};
-  all.count = qkvi_tenant_usage_list(daemon, &rows);
+  all.count = qkvi_tenant_usage_list(daemon, "", SIZE_MAX, &rows);
   all.rows = rows;
   put_head(out, "qkvd_tenant_quota_used", "gauge", "What a tenant takes of what a quota may limit.");
   for (size_t r = 0; r < RESOURCES; r++)

@@ -179,12 +179,27 @@ void qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, 
   if (quota->models == 0) quota->models = quotas->config.models;
 }
 
-size_t qkvi_quotas_list(qkvi_quotas *quotas, qkv_quota **out) {
+// The number of rows up to and with this tenant.
+static size_t rows_up_to(const table *all, const char *tenant) {
+  size_t low = 0, high = all->count;
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    if (strcmp(all->rows[middle].tenant, tenant) <= 0) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+size_t qkvi_quotas_list(qkvi_quotas *quotas, const char *after, size_t max, qkv_quota **out) {
   (void)pthread_mutex_lock(&quotas->lock);
-  const size_t count = quotas->known.count;
+  const size_t first = rows_up_to(&quotas->known, after), left = quotas->known.count - first;
+  const size_t count = left < max ? left : max;
   *out = calloc(count + 1, sizeof **out);
   assert(*out != NULL);
-  if (count > 0) memcpy(*out, quotas->known.rows, count * sizeof **out);
+  if (count > 0) memcpy(*out, quotas->known.rows + first, count * sizeof **out);
   (void)pthread_mutex_unlock(&quotas->lock);
   return count;
 }

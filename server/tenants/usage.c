@@ -1,26 +1,50 @@
 #include "server/tenants/usage.h"
 
 #include <assert.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+enum { NAMES_FIRST = 64 };
+
+// The first `max` names, each once, of those that have come so far and are behind `after`. Of `count` rows the first
+// `sorted` are in order, each once.
 typedef struct names {
+  const char *after;
+  size_t max;
   char (*rows)[QKV_NAME_MAX + 1];
-  size_t count, capacity;
+  size_t count, sorted, capacity;
 } names;
+
+static int by_name(const void *a, const void *b) {
+  return strcmp(a, b);
+}
+
+static void sort_names(names *all) {
+  size_t kept = 0;
+  if (all->count > 0) qsort(all->rows, all->count, sizeof *all->rows, by_name);
+  for (size_t i = 0; i < all->count && kept < all->max; i++) {
+    if (kept > 0 && strcmp(all->rows[i], all->rows[kept - 1]) == 0) continue;
+    if (kept++ < i) memcpy(all->rows[kept - 1], all->rows[i], sizeof *all->rows);
+  }
+  all->count = all->sorted = kept;
+}
+
+// Whether `max` names before this one have come already.
+static bool is_behind(const names *all, const char *tenant) {
+  return all->sorted == all->max && strcmp(tenant, all->rows[all->max - 1]) >= 0;
+}
 
 static void add_name(void *context, const char *tenant) {
   names *all = context;
+  if (strcmp(tenant, all->after) <= 0 || is_behind(all, tenant)) return;
   if (all->count == all->capacity) {
-    all->capacity = all->capacity == 0 ? 64 : 2 * all->capacity;
+    all->capacity = all->capacity == 0 ? NAMES_FIRST : 2 * all->capacity;
     all->rows = realloc(all->rows, all->capacity * sizeof *all->rows);
     assert(all->rows != NULL);
   }
   memcpy(all->rows[all->count++], tenant, strlen(tenant) + 1);
-}
-
-static int by_name(const void *a, const void *b) {
-  return strcmp(a, b);
+  if (all->count / 2 >= all->max) sort_names(all);
 }
 
 void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_usage *usage) {
@@ -35,24 +59,22 @@ void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_
   usage->models = qkv_store_tenant_models(daemon->store, tenant);
 }
 
-size_t qkvi_tenant_usage_list(qkv_daemon *daemon, qkvi_tenant_usage **out) {
-  names all = {0};
+size_t qkvi_tenant_usage_list(qkv_daemon *daemon, const char *after, size_t max, qkvi_tenant_usage **out) {
+  names all = {.after = after, .max = max};
   qkv_quota *quotas = NULL;
-  const size_t quota_count = qkvi_quotas_list(daemon->quotas, &quotas);
+  assert(max > 0);
+  const size_t quotas_max = max < SIZE_MAX ? max + 1 : max;  // "*" among them
+  const size_t quota_count = qkvi_quotas_list(daemon->quotas, after, quotas_max, &quotas);
   for (size_t i = 0; i < quota_count; i++) {
     if (strcmp(quotas[i].tenant, QKV_QUOTA_DEFAULT) != 0) add_name(&all, quotas[i].tenant);
   }
   free(quotas);
   qkv_accounts_each(qkv_store_accounts(daemon->store), add_name, &all);
   qkv_rpc_server_each_tenant(daemon->rpc, add_name, &all);
-  if (all.count > 0) qsort(all.rows, all.count, sizeof *all.rows, by_name);
+  sort_names(&all);
   *out = calloc(all.count + 1, sizeof **out);
   assert(*out != NULL);
-  size_t count = 0;
-  for (size_t i = 0; i < all.count; i++) {
-    if (i > 0 && strcmp(all.rows[i], all.rows[i - 1]) == 0) continue;
-    qkvi_tenant_usage_read(daemon, all.rows[i], &(*out)[count++]);
-  }
+  for (size_t i = 0; i < all.count; i++) qkvi_tenant_usage_read(daemon, all.rows[i], &(*out)[i]);
   free(all.rows);
-  return count;
+  return all.count;
 }

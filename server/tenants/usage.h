@@ -15,8 +15,8 @@ typedef struct qkvi_tenant_usage {
 
 // Of one tenant, known or not.
 void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_usage *usage);
-// Of all tenants that have a quota, use something or have called, in the order of names, without "*". The caller
-// frees `*out`. Returns how many.
-size_t qkvi_tenant_usage_list(qkv_daemon *daemon, qkvi_tenant_usage **out);
+// Of the tenants that have a quota, use something or have called, in the order of names, without "*": at most `max`
+// of those behind `after` ("": of all). The caller frees `*out`. Returns how many.
+size_t qkvi_tenant_usage_list(qkv_daemon *daemon, const char *after, size_t max, qkvi_tenant_usage **out);
 
 #endif

@@ -109,11 +109,13 @@ def test_a_list_without_end(odd):
     """The same page token again and again, or one that is too long."""
     odd.will("ListSessions", kv.ListSessionsResponse(next_page_token="a"), kv.ListSessionsResponse(next_page_token="b"))
     odd.will("ListObjects", objects_pb2.ListObjectsResponse(next_page_token="b"))
-    for list_of in ("sessions", "objects"):
+    odd.will("GetQuota", admin_pb2.GetQuotaResponse(next_page_token="a"))
+    for list_of in ("sessions", "objects", "quota"):
         fails(odd, list_of, text="gives the same page token again")
     odd.will("ListSessions", kv.ListSessionsResponse(next_page_token="x" * 1024))
     odd.will("ListObjects", objects_pb2.ListObjectsResponse(next_page_token="x" * 1024))
-    for list_of in ("sessions", "objects"):
+    odd.will("GetQuota", admin_pb2.GetQuotaResponse(next_page_token="x" * 1024))
+    for list_of in ("sessions", "objects", "quota"):
         fails(odd, list_of, text="page token has 1024 bytes, at most 1023")
 
 

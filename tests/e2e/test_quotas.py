@@ -70,6 +70,41 @@ def test_a_file_is_read_and_written(quotas):
         assert admin.get("c")[0].quota.bytes_per_second == 9  # what was known stays
 
 
+def test_all_tenants_by_pages(tmp_path):
+    """Those with a quota, with sessions, and with calls alone: each once, in the order of names."""
+    path = tmp_path / "quotas"
+    path.write_text("* sessions=9\n" + "".join(f"t{i:04} sessions=3\n" for i in range(0, 2400, 2)))
+    with Daemon("--quota-file", str(path)) as daemon:
+        admin, model = Admin(daemon), Cache(daemon.stub(), "first").model
+        for i in range(0, 30, 3):
+            stub = Tenant(daemon.stub(), f"t{i:04}")
+            stub.RegisterModel(model_pb2.RegisterModelRequest(model=model), timeout=TIMEOUT)
+            stub.OpenSession(kv.OpenSessionRequest(session="s", model=model.name), timeout=TIMEOUT)
+            Tenant(daemon.stub(), f"u{i}").ListModels(model_pb2.ListModelsRequest(), timeout=TIMEOUT)
+        known = admin.get()
+        names = [tenant.quota.tenant for tenant in known]
+        assert names == sorted(set(names)) and len(names) == 1 + 1200 + 5 + 10
+        assert admin.stub.GetQuota(admin_pb2.GetQuotaRequest(), timeout=TIMEOUT).next_page_token == ""
+        for size in 1, 7, 500, 1000:
+            token, got, pages = "", [], 0
+            while pages == 0 or (token and pages < 10):
+                request = admin_pb2.GetQuotaRequest(page_size=size, page_token=token)
+                answer = admin.stub.GetQuota(request, timeout=TIMEOUT)
+                assert len(answer.tenants) == size or answer.next_page_token == ""
+                token, pages = answer.next_page_token, pages + 1
+                got += answer.tenants
+            assert [tenant.quota for tenant in got] == [tenant.quota for tenant in known[:size * 10]]
+            assert [tenant.usage.sessions for tenant in got] == [tenant.usage.sessions for tenant in known[:size * 10]]
+            assert (token == "") == (size * 10 >= len(names))
+        assert not admin.stub.GetQuota(admin_pb2.GetQuotaRequest(page_token="zz"), timeout=TIMEOUT).tenants
+        for fields in {"page_size": 1001}, {"page_token": "no name"}:
+            with refused(grpc.StatusCode.INVALID_ARGUMENT, next(iter(fields))):
+                admin.stub.GetQuota(admin_pb2.GetQuotaRequest(**fields), timeout=TIMEOUT)
+        lines = [json.loads(line)["tenant"] for line in ctl(daemon, "quota", "--json").stdout.splitlines()]
+        assert lines == names
+        assert len(ctl(daemon, "quota").stdout.splitlines()) == 1 + len(names)
+
+
 @pytest.mark.parametrize("text, reason", [
     ("a sessions=-1", "sessions is -1"), ("a b=1", "unknown field b"), ("a sessions", "must be FIELD=VALUE"),
     ("a sessions=1 sessions=2", "sessions is given twice"),

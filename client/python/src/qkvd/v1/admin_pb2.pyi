@@ -290,16 +290,22 @@ class SetQuotaResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetQuotaRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "page_size", "page_token")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    page_size: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class GetQuotaResponse(_message.Message):
-    __slots__ = ("tenants",)
+    __slots__ = ("tenants", "next_page_token")
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantQuota]
-    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class TenantQuota(_message.Message):
     __slots__ = ("quota", "usage", "by_default")
