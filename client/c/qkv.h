@@ -339,7 +339,9 @@ typedef struct qkv_client_attention {
   uint64_t position, tokens, tokens_per_bucket;
   size_t buckets;
   const float *ema;   // [buckets] mean running average of attention; 0 for exact rows
-  const float *bits;  // [buckets] mean code bits a coordinate; the dtype's for exact rows
+  const float *bits;  // [buckets] mean code bits a coordinate; the dtype's for exact rows, 0 for what `cold` counts
+  const float *cold;  // [buckets] the part of the tokens that is only on the SSD; NULL: nothing of the layer, or the
+                      // daemon is an earlier one, which does not say
 } qkv_client_attention;
 
 // Calls fn for each layer of the scope (its positions are not looked at) and each KV head, in at most `buckets`

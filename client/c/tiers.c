@@ -99,7 +99,8 @@ static bool deliver(qkv_client *client, const grpc_byte_buffer *buffer, void *co
   Qkv__V1__GetAttentionStatsResponse *response =
       qkv__v1__get_attention_stats_response__unpack(NULL, view.length, flat);
   free(flat);
-  if (response == NULL || response->n_ema != response->n_bits) {
+  if (response == NULL || response->n_ema != response->n_bits ||
+      (response->n_cold > 0 && response->n_cold != response->n_bits)) {
     if (response != NULL) qkv__v1__get_attention_stats_response__free_unpacked(response, NULL);
     (void)qkv_fail(reason, QKV_INTERNAL, "%zu bytes are no statistics", view.length);
     return false;
@@ -113,7 +114,8 @@ static bool deliver(qkv_client *client, const grpc_byte_buffer *buffer, void *co
                                      .tokens_per_bucket = response->tokens_per_bucket,
                                      .buckets = response->n_ema,
                                      .ema = response->ema,
-                                     .bits = response->bits};
+                                     .bits = response->bits,
+                                     .cold = response->n_cold > 0 ? response->cold : NULL};
   const bool go_on = to->fn(to->context, &head);
   qkv__v1__get_attention_stats_response__free_unpacked(response, NULL);
   return go_on;

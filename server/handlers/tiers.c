@@ -168,6 +168,7 @@ typedef struct stats_stream {
   uint32_t head;               // the next one of `stats`
   bool loaded;                 // whether `stats` are those of the layer
   qkv_attention_stats stats;   // their arrays are the block's
+  float *cold;                 // likewise: the part of each bucket's tokens on the SSD alone; NULL: none
   qkvi_response_block *block;  // a reference
   qkv_wire_writer *writer;
 } stats_stream;
@@ -203,8 +204,7 @@ static void put_floats(const stats_stream *stream, uint32_t field, const float *
   const size_t buckets = stream->stats.buckets;
   if (buckets == 0) return;
   qkvi_block_hold(stream->block);
-  qkv_wire_put_reference(stream->writer, field, values + stream->head * buckets, buckets * sizeof *values,
-                         stream->block);
+  qkv_wire_put_reference(stream->writer, field, values, buckets * sizeof *values, stream->block);
 }
 
 // Field numbers are those of kv_cache.proto.
@@ -215,11 +215,12 @@ static void send_head(qkv_rpc_call *call, stats_stream *stream) {
   qkv_wire_put_varint(stream->writer, 2, stream->head);
   qkv_wire_put_varint(stream->writer, 3, stats->position);
   qkv_wire_put_varint(stream->writer, 4, stats->tokens_per_bucket);
-  put_floats(stream, 5, stats->ema);
-  put_floats(stream, 6, stats->bits);
+  put_floats(stream, 5, stats->ema + stream->head * stats->buckets);
+  put_floats(stream, 6, stats->bits + stream->head * stats->buckets);
   qkv_wire_put_varint(stream->writer, 7, stats->tokens);
   qkv_wire_put_varint(stream->writer, 8, stats->counted);
   qkv_wire_put_varint(stream->writer, 9, stats->queries);
+  if (stream->cold != NULL) put_floats(stream, 10, stream->cold);
   if (++stream->head == stats->kv_heads) {
     stream->head = 0;
     stream->loaded = false;
@@ -229,19 +230,33 @@ static void send_head(qkv_rpc_call *call, stats_stream *stream) {
   (last ? qkv_rpc_reply : qkv_rpc_send)(call, stream->writer, qkvi_block_release);
 }
 
+// NULL: nothing is on the SSD alone.
+static const float *find_cold(const qkv_attention_stats *stats) {
+  const float *cold = stats->places + (size_t)QKV_PLACE_SSD * stats->buckets;
+  for (size_t i = 0; i < stats->buckets; i++) {
+    if (cold[i] > 0) return cold;
+  }
+  return NULL;
+}
+
 // Bytes that wait to be sent are counted, as those of other responses are.
 static qkv_status keep_stats(const qkv_rpc_call *call, stats_stream *stream, const qkv_attention_stats *stats,
                              qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const size_t count = stats->kv_heads * stats->buckets;
-  QKV_TRY(qkvi_block_create(call, 2 * count * sizeof(float), (uint64_t)daemon->options->limit_response_bytes,
-                            &stream->block, error));
+  const float *cold = find_cold(stats);
+  const size_t cold_count = cold == NULL ? 0 : stats->buckets;
+  QKV_TRY(qkvi_block_create(call, (2 * count + cold_count) * sizeof(float),
+                            (uint64_t)daemon->options->limit_response_bytes, &stream->block, error));
   stream->stats = *stats;
   stream->stats.ema = (float *)stream->block->data;
   stream->stats.bits = stream->stats.ema + count;
+  stream->stats.places = NULL;
+  stream->cold = cold == NULL ? NULL : stream->stats.bits + count;
   if (count == 0) return QKV_OK;
   memcpy(stream->stats.ema, stats->ema, count * sizeof(float));
   memcpy(stream->stats.bits, stats->bits, count * sizeof(float));
+  if (cold != NULL) memcpy(stream->cold, cold, cold_count * sizeof(float));
   return QKV_OK;
 }
 

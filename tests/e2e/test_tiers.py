@@ -14,6 +14,7 @@ import pytest
 from daemon import SANITIZED, Daemon, binary, clean_environment, wait_for
 from kv import TIMEOUT, Cache, refused
 from qkv.v1 import kv_cache_pb2 as kv
+from qkv.v1 import tensor_pb2
 
 TOKENS = 448  # 6 pages below the window of 64
 
@@ -165,8 +166,30 @@ def test_map_in_characters(daemon, cache):
     for layer in range(3):
         bits = "2" if layer == 1 else "4"
         assert re.fullmatch(rf"layer {layer} +{bits}+[#{bits}-9]?#+", drawn[layer]), drawn[layer]
-    assert drawn[3].startswith("bits") and drawn[3].endswith("exact")
+    assert drawn[3].startswith("bits") and drawn[3].endswith("# exact  ~ on the SSD")
     assert "from position 0 on" in drawn[4]
+
+
+def test_map_of_what_is_on_the_ssd(tmp_path):
+    """It is no row of 0 bits; of a bucket with both the bits are those of what is in memory."""
+    with Daemon("--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0", "--fold-after", "0") as daemon:
+        cache = Cache(daemon.stub(), "s", layers=2, bits_k=4, bits_v=4, recent_window=0, durability=kv.DURABILITY_ASYNC)
+        for layer in range(2):
+            cache.append(0, *cache.rows(64 * 69), layer=layer)
+        heads = lines("session", "s", "--map", "--target", daemon.target)
+        assert all(head["cold"] == [0] * len(head["bits"]) for head in heads)
+        cache.stub.CloseSession(kv.CloseSessionRequest(session="s", keep=True), timeout=TIMEOUT)
+        request = kv.PrefetchRequest(session="s", range=tensor_pb2.TokenRange(begin=0, end=64 * 20), layers=[0])
+        cache.stub.Prefetch(request, timeout=TIMEOUT)
+        answers = list(cache.stub.GetAttentionStats(kv.GetAttentionStatsRequest(session="s", buckets=23), timeout=TIMEOUT))
+        for answer in answers:
+            held = 20 if answer.layer == 0 else 0  # pages, three of them a bucket
+            assert np.allclose(answer.cold, [min(max(3 * i + 3 - held, 0), 3) / 3 for i in range(23)])
+            assert np.allclose(answer.bits, [4 * (1 - cold) for cold in answer.cold], atol=0.01)
+        drawn = run("session", "s", "--map", "--target", daemon.target).stdout.splitlines()
+        assert re.fullmatch(r"layer 0 +4{20}~{49}", drawn[0]) and re.fullmatch(r"layer 1 +~{69}", drawn[1]), drawn
+        heads = lines("session", "s", "--map", "--target", daemon.target)
+        assert [head["cold"][0] for head in heads] == [0, 0, 1, 1]
 
 
 def test_map_in_colours(daemon, cache):

@@ -475,7 +475,7 @@ class GetAttentionStatsRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., buckets: _Optional[int] = ...) -> None: ...
 
 class GetAttentionStatsResponse(_message.Message):
-    __slots__ = ("layer", "kv_head", "position", "tokens_per_bucket", "ema", "bits", "tokens", "counted", "queries")
+    __slots__ = ("layer", "kv_head", "position", "tokens_per_bucket", "ema", "bits", "tokens", "counted", "queries", "cold")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +485,7 @@ class GetAttentionStatsResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
     layer: int
     kv_head: int
     position: int
@@ -494,7 +495,8 @@ class GetAttentionStatsResponse(_message.Message):
     tokens: int
     counted: bool
     queries: int
-    def __init__(self, layer: _Optional[int] = ..., kv_head: _Optional[int] = ..., position: _Optional[int] = ..., tokens_per_bucket: _Optional[int] = ..., ema: _Optional[_Iterable[float]] = ..., bits: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., counted: bool = ..., queries: _Optional[int] = ...) -> None: ...
+    cold: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, layer: _Optional[int] = ..., kv_head: _Optional[int] = ..., position: _Optional[int] = ..., tokens_per_bucket: _Optional[int] = ..., ema: _Optional[_Iterable[float]] = ..., bits: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., counted: bool = ..., queries: _Optional[int] = ..., cold: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("session", "unpin")
