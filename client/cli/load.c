@@ -207,15 +207,55 @@ static int fill_session(const load_job *job) {
                             left.text);
 }
 
+// A file of fetch leaves out layers that have no rows in its range, and those that --layers does not name.
+static bool is_missing(const load_job *job, uint32_t layer) {
+  for (size_t i = 0; i < job->count; i++) {
+    if (job->layers[i].layer == layer) return false;
+  }
+  return true;
+}
+
+static json_t *missing_json(const load_job *job, uint32_t layers) {
+  json_t *list = json_array();
+  for (uint32_t i = 0; i < layers; i++) {
+    if (is_missing(job, i)) json_array_append_new(list, json_integer(i));
+  }
+  return list;
+}
+
+// As --layers takes them: "0,2-5".
+static void print_missing(const load_job *job, uint32_t layers) {
+  const char *before = "; the file has no rows for layers ";
+  for (uint32_t i = 0, end; i < layers; i = end) {
+    for (end = i; end < layers && is_missing(job, end);) end++;
+    if (end == i) {
+      end++;
+      continue;
+    }
+    printf("%s%" PRIu32, before, i);
+    if (end - i > 1) printf("-%" PRIu32, end - 1);
+    before = ",";
+  }
+  if (layers > job->count) printf(" of 0-%" PRIu32 ": they are empty", layers - 1);
+}
+
 static int report(const load_job *job, bool json) {
   char bytes[QKV_HUMAN_MAX];
+  qkv_client_session_info info;
+  qkv_call_error error = {0};
+  if (qkv_client_get_session(job->client, job->session, &info, &error) != 0)
+    return qkv_program_failed("%s", error.text);
+  qkv_free(info.lengths);
   if (json) {
-    json_t *line = json_pack("{s:s, s:s, s:I, s:I, s:I}", "session", job->session, "model", job->model, "layers",
-                             (json_int_t)job->count, "rows", (json_int_t)job->rows, "bytes", (json_int_t)job->bytes);
+    json_t *line = json_pack("{s:s, s:s, s:I, s:o, s:I, s:I}", "session", job->session, "model", job->model, "layers",
+                             (json_int_t)job->count, "missing_layers", missing_json(job, info.layers), "rows",
+                             (json_int_t)job->rows, "bytes", (json_int_t)job->bytes);
     return qkv_json_line(line) ? QKV_EXIT_OK : QKV_EXIT_FAILED;
   }
-  printf("%s: %" PRIu64 " rows of %zu layers, %s\n", job->session, job->rows, job->count,
+  printf("%s: %" PRIu64 " rows of %zu layers, %s", job->session, job->rows, job->count,
          qkv_human_bytes(job->bytes, bytes));
+  print_missing(job, info.layers);
+  putchar('\n');
   return QKV_EXIT_OK;
 }
 

@@ -165,6 +165,26 @@ def test_fetch_load_and_remove(daemon, make_cache, tmp_path):
     assert copy not in [s.session for s in cache.stub.ListSessions(kv.ListSessionsRequest(), timeout=TIMEOUT).sessions]
 
 
+def test_load_names_layers_that_the_file_has_not(daemon, make_cache, tmp_path):
+    cache = make_cache(layers=6, dtype=FP16)
+    for layer in range(6):
+        cache.append(0, *cache.rows(70), layer=layer)
+    path, target = str(tmp_path / "rows.safetensors"), ["--target", daemon.target]
+    for layers, missing, text in (("0-5", [], "0 rows of 6 layers, "), ("1", [0, 2, 3, 4, 5], " layers 0,2-5 of 0-5: they are empty"),
+                                  ("0-3,5", [4], " layers 4 of 0-5: they are empty")):
+        assert run("qkvctl", "fetch", cache.name, "--layers", layers, "--output", path, *target).returncode == 0
+        copy = f"{cache.name}-copy"
+        result = run("qkvctl", "load", path, "--session", copy, *target)
+        assert result.returncode == 0 and text in result.stdout, result.stderr
+        assert ("no rows" in result.stdout) == bool(missing)
+        assert run("qkvctl", "rm", copy, *target).returncode == 0
+        loaded, = json_lines("qkvctl", "load", path, "--session", copy, *target)
+        assert loaded["missing_layers"] == missing and loaded["layers"] == 6 - len(missing)
+        lengths = cache.stub.GetSession(kv.GetSessionRequest(session=copy), timeout=TIMEOUT).lengths
+        assert [layer for layer in range(6) if lengths[layer] == 0] == missing
+        assert run("qkvctl", "rm", copy, *target).returncode == 0
+
+
 def test_fetch_cleans_up_after_a_failure(daemon, stub, tmp_path):
     result = run("qkvctl", "fetch", "nobody", "--output", str(tmp_path / "x.safetensors"), "--target", daemon.target)
     assert result.returncode == 1 and "nobody" in result.stderr
