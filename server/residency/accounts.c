@@ -9,7 +9,7 @@
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 
-enum { WAIT_MS = 10000, IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
+enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
 
 // A pass over the tenant's own sessions of a list, the least recently used first: `look` returns false to end it.
 // True where all were visited.
@@ -114,7 +114,7 @@ static bool fits(const qkv_account *account, uint64_t bytes) {
 qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *call, qkv_account *account,
                                  uint64_t bytes, qkv_error *error) {
   if (account == NULL || fits(account, bytes)) return QKV_OK;
-  const int64_t until = qkv_now_ms() + WAIT_MS;
+  const int64_t until = qkvi_memory_until_ms(call);
   uint64_t seen = qkvi_progress_count(residency);
   bool waited = false;
   while (!fits(account, bytes)) {
@@ -133,7 +133,7 @@ qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *
       return refuse(account, bytes, error);
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_write_back_hasten(residency);
-    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+    seen = qkvi_memory_await(residency, call, seen);
   }
   return QKV_OK;
 }

@@ -9,7 +9,7 @@
 #include "server/metrics.h"
 #include "server/residency/internal.h"
 
-enum { WAIT_MS = 10000, STAYING_MS = 250 };
+enum { STAYING_MS = 250 };
 
 uint64_t qkvi_budget_limit(const qkvi_residency *residency) {
   return qkv_arena_read(qkv_store_arena(residency->store)).bytes_limit;
@@ -77,6 +77,18 @@ static bool too_much_stays(qkvi_residency *residency, uint64_t most, int64_t *ne
   return staying(residency) > most;
 }
 
+int64_t qkvi_memory_until_ms(const qkv_rpc_call *call) {
+  const int64_t waited = call == NULL ? 0 : qkv_rpc_waited_ms(call), left = 2 * QKVI_MEMORY_WAIT_MS - waited;
+  return qkv_now_ms() + (left > 0 ? left / 2 : 0);
+}
+
+uint64_t qkvi_memory_await(qkvi_residency *residency, const qkv_rpc_call *call, uint64_t seen) {
+  const int64_t began = qkv_now_ms();
+  seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+  if (call != NULL) qkv_rpc_count_wait(call, qkv_now_ms() - began);
+  return seen;
+}
+
 bool qkvi_client_is_gone(const qkv_rpc_call *call) {
   return call != NULL && qkv_rpc_cancelled(call);
 }
@@ -110,7 +122,7 @@ static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *c
       break;
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_write_back_hasten(residency);
-    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+    seen = qkvi_memory_await(residency, call, seen);
   }
   qkv_arena_let_go(arena);
   return qkvi_client_is_gone(call) ? QKV_CANCELLED : QKV_RESOURCE_EXHAUSTED;
@@ -160,7 +172,7 @@ static qkv_status refuse(const qkvi_residency *residency, uint64_t bytes, qkv_er
 
 qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv_rpc_call *call, size_t held,
                            qkv_error *error) {
-  *turn = (qkvi_turn){.residency = residency, .call = call, .held = held, .until_ms = qkv_now_ms() + WAIT_MS};
+  *turn = (qkvi_turn){.residency = residency, .call = call, .held = held, .until_ms = qkvi_memory_until_ms(call)};
   qkv_yield_rest();
   join_turns(turn);
   for (uint64_t seen = qkvi_progress_count(residency); !is_first(turn);) {
@@ -168,7 +180,7 @@ qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv
       qkvi_turn_end(turn);
       return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     }
-    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+    seen = qkvi_memory_await(residency, call, seen);
   }
   const int64_t least = qkv_now_ms() + QKVI_STEP_MS;  // even if the turn took long to come
   if (turn->until_ms < least) turn->until_ms = least;

@@ -163,6 +163,14 @@ uint64_t qkvi_restore_window(const qkvi_residency *residency, uint64_t taken);
 
 #define QKVI_STEP_MS 20  // a waiting thread checks its condition at least so often
 
+// Waiting for memory. A thread does so for QKVI_MEMORY_WAIT_MS, and one that has waited for its call before for half
+// of what is left of twice that time: a call of many items does not have a thread that long for each. `call` NULL:
+// none.
+enum { QKVI_MEMORY_WAIT_MS = 10000 };
+int64_t qkvi_memory_until_ms(const qkv_rpc_call *call);
+// As qkvi_progress_await, for a step; counted for the call.
+uint64_t qkvi_memory_await(qkvi_residency *residency, const qkv_rpc_call *call, uint64_t seen);
+
 // Whether the client no longer waits for the call's result; NULL: false.
 bool qkvi_client_is_gone(const qkv_rpc_call *call);
 void qkvi_residency_lock(qkvi_residency *residency);

@@ -334,6 +334,40 @@ def test_clients_that_go_do_not_wait_for_memory(tmp_path):
         append().result(timeout=60)
 
 
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+@pytest.mark.parametrize("limit", ["memory-budget", "quota"])
+def test_items_of_a_call_wait_for_memory_together(tmp_path, limit):
+    """Memory is full of pages that do not become durable. The first item of a call waits for some for 10 s, and the others all
+    together for less than that; each says what it was refused for."""
+    flag, quotas = tmp_path / "hold", tmp_path / "quotas"
+    quotas.write_text("" if limit == "memory-budget" else "default host_bytes=4MiB\n")
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--memory-high", "1", "--memory-low", "1",
+                 "--memory-budget", "4MiB" if limit == "memory-budget" else "1GiB", "--ema-every", "0",
+                 "--calibrate-tokens", "0", "--quota-file", str(quotas))
+    with Daemon(*arguments, environment={"LD_PRELOAD": failing_disk(), "HOLD_SYNC": str(flag)}) as daemon:
+        cache = Cache(daemon.stub(), "s", layers=4, recent_window=0, durability=ASYNC)
+        flag.touch()
+        position, rows = 0, cache.rows(2000)
+
+        def attend(layers):
+            items = [cache.item(position if layer == 0 else 0, *rows, layer=layer) for layer in layers]
+            return cache.stub.Attend.future(kv.AttendRequest(items=items), timeout=TIMEOUT)
+
+        while True:
+            call = attend([0])
+            try:
+                call.result(timeout=1)
+            except grpc.FutureTimeoutError:
+                break
+            position += 2000
+        call.cancel()
+        began = time.monotonic()
+        assert attend(range(4)).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert 9 < time.monotonic() - began < 30
+        flag.unlink()
+        assert [result.status.code for result in attend(range(4)).result().results] == [0] * 4
+
+
 def calls_that_wait_for_the_disk(cache):
     """By the file that holds the disk up."""
     return {"Truncate": ("journal", kv.TruncateRequest(session=cache.name, position=50)),
