@@ -133,7 +133,7 @@ qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *
       return refuse(account, bytes, error);
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_write_back_hasten(residency);
-    seen = qkvi_memory_await(residency, call, seen);
+    seen = qkvi_call_await(residency, call, QKV_RPC_WAIT_MEMORY, seen);
   }
   return QKV_OK;
 }

@@ -52,23 +52,24 @@ static bool is_durable(qkvi_residency *residency, qkv_session *session, const ui
   return durable;
 }
 
+// Of a call's sessions all are written at the same time: it waits for all together as long as for one.
 static qkv_status await_durable(qkvi_residency *residency, const qkv_rpc_call *call, qkv_session *session,
                                 const uint64_t *ends, qkv_error *error) {
   const qkv_backing *tier = qkv_session_config_of(session)->backing;
-  const int64_t until = qkv_now_ms() + SYNC_WAIT_MS;
+  const int64_t began = qkv_now_ms() - (call == NULL ? 0 : qkv_rpc_waited_ms(call, QKV_RPC_WAIT_DISK));
   uint64_t seen = qkvi_progress_count(residency);
   while (!is_durable(residency, session, ends)) {
     if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     const qkv_status failure = tier == NULL ? QKV_OK : tier->health(tier->context, qkv_session_id(session));
-    if (is_over_quota(session) && qkv_now_ms() > until - SYNC_WAIT_MS + QUOTA_WAIT_MS)
+    if (is_over_quota(session) && qkv_now_ms() > began + QUOTA_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE,
                       "session %s: the rows are held, but not durable: quota ssd_bytes of tenant %s is full",
                       qkv_session_name(session), qkv_session_config_of(session)->tenant);
-    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkv_now_ms() > until)
+    if (failure == QKV_RESOURCE_EXHAUSTED || failure == QKV_INTERNAL || qkv_now_ms() > began + SYNC_WAIT_MS)
       return qkv_fail(error, QKV_UNAVAILABLE, "session %s: the rows are held, but not durable: %s",
                       qkv_session_name(session), refusal(failure));
     if (qkv_session_config_of(session)->durability != QKV_DURABILITY_SYNC) qkvi_write_back_hasten(residency);
-    seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+    seen = qkvi_call_await(residency, call, QKV_RPC_WAIT_DISK, seen);
   }
   return QKV_OK;
 }

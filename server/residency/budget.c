@@ -78,15 +78,9 @@ static bool too_much_stays(qkvi_residency *residency, uint64_t most, int64_t *ne
 }
 
 int64_t qkvi_memory_until_ms(const qkv_rpc_call *call) {
-  const int64_t waited = call == NULL ? 0 : qkv_rpc_waited_ms(call), left = 2 * QKVI_MEMORY_WAIT_MS - waited;
+  const int64_t waited = call == NULL ? 0 : qkv_rpc_waited_ms(call, QKV_RPC_WAIT_MEMORY),
+                left = 2 * QKVI_MEMORY_WAIT_MS - waited;
   return qkv_now_ms() + (left > 0 ? left / 2 : 0);
-}
-
-uint64_t qkvi_memory_await(qkvi_residency *residency, const qkv_rpc_call *call, uint64_t seen) {
-  const int64_t began = qkv_now_ms();
-  seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
-  if (call != NULL) qkv_rpc_count_wait(call, qkv_now_ms() - began);
-  return seen;
 }
 
 bool qkvi_client_is_gone(const qkv_rpc_call *call) {
@@ -122,7 +116,7 @@ static qkv_status make_headroom(qkvi_residency *residency, const qkv_rpc_call *c
       break;
     qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_WAITS], 1);
     qkvi_write_back_hasten(residency);
-    seen = qkvi_memory_await(residency, call, seen);
+    seen = qkvi_call_await(residency, call, QKV_RPC_WAIT_MEMORY, seen);
   }
   qkv_arena_let_go(arena);
   return qkvi_client_is_gone(call) ? QKV_CANCELLED : QKV_RESOURCE_EXHAUSTED;
@@ -180,7 +174,7 @@ qkv_status qkvi_turn_begin(qkvi_turn *turn, qkvi_residency *residency, const qkv
       qkvi_turn_end(turn);
       return qkv_fail(error, QKV_CANCELLED, "the client has gone");
     }
-    seen = qkvi_memory_await(residency, call, seen);
+    seen = qkvi_call_await(residency, call, QKV_RPC_WAIT_MEMORY, seen);
   }
   const int64_t least = qkv_now_ms() + QKVI_STEP_MS;  // even if the turn took long to come
   if (turn->until_ms < least) turn->until_ms = least;

@@ -169,7 +169,7 @@ uint64_t qkvi_restore_window(const qkvi_residency *residency, uint64_t taken);
 enum { QKVI_MEMORY_WAIT_MS = 10000 };
 int64_t qkvi_memory_until_ms(const qkv_rpc_call *call);
 // As qkvi_progress_await, for a step; counted for the call.
-uint64_t qkvi_memory_await(qkvi_residency *residency, const qkv_rpc_call *call, uint64_t seen);
+uint64_t qkvi_call_await(qkvi_residency *residency, const qkv_rpc_call *call, qkv_rpc_wait what, uint64_t seen);
 
 // Whether the client no longer waits for the call's result; NULL: false.
 bool qkvi_client_is_gone(const qkv_rpc_call *call);

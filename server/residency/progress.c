@@ -43,6 +43,13 @@ uint64_t qkvi_progress_await(qkvi_residency *residency, uint64_t seen, int64_t m
   return seen;
 }
 
+uint64_t qkvi_call_await(qkvi_residency *residency, const qkv_rpc_call *call, qkv_rpc_wait what, uint64_t seen) {
+  const int64_t began = qkv_now_ms();
+  seen = qkvi_progress_await(residency, seen, QKVI_STEP_MS);
+  if (call != NULL) qkv_rpc_count_wait(call, what, qkv_now_ms() - began);
+  return seen;
+}
+
 uint64_t qkvi_progress_count(qkvi_residency *residency) {
   qkvi_residency_lock(residency);
   const uint64_t steps = residency->steps;

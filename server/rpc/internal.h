@@ -79,7 +79,7 @@ struct qkv_rpc_call {
   uint64_t began_ns;                        // on the monotonic clock
   uint64_t message_ns, quota_ns, queue_ns;  // of a report (rpc.h)
   uint64_t queued_at_ns, delayed_at_ns;     // since when; 0: not now
-  int64_t waited_ms;                        // for memory, by this request
+  int64_t waited_ms[QKV_RPC_WAITS];         // by this request
   uint64_t step_ns;                         // of a stream: since when its message is there; 0: there is none
   _Atomic(qkvi_rpc_phase) phase;            // changed with release before a batch, acquire after its event
   _Atomic uint64_t phase_ns;                // since when, at least; on the clock of qkv_stage_now

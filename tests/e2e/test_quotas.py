@@ -436,6 +436,24 @@ def test_a_tenant_whose_appends_wait_leaves_threads(tmp_path, tokens):
             call.result()
 
 
+def test_items_of_a_call_wait_for_the_ssd_together(tmp_path):
+    """A call's sessions are not durable, as their tenant's quota of the SSD is full: it waits for all of them as long as for one,
+    5 seconds."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("a ssd_bytes=1\n")
+    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0") as daemon:
+        stub, request = Tenant(daemon.stub(), "a"), kv.AttendRequest()
+        for i in range(4):
+            cache = Cache(stub, f"s{i}", layers=1, recent_window=0, durability=kv.DURABILITY_SYNC)
+            stub.Pin(kv.PinRequest(session=cache.name), timeout=TIMEOUT)
+            request.items.append(cache.item(0, *cache.rows(64)))
+        began = time.monotonic()
+        with refused(grpc.StatusCode.UNAVAILABLE, "held, but not durable", "quota ssd_bytes"):
+            stub.Attend(request, timeout=TIMEOUT)
+        assert 4 < time.monotonic() - began < 10
+        Admin(daemon).set("a", ssd_bytes=64 * MIB)
+
+
 def test_what_is_guaranteed_stays(tmp_path):
     """Another tenant's appends take memory from what is not guaranteed, though it was used later."""
     quotas = tmp_path / "quotas"

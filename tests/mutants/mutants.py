@@ -158,7 +158,7 @@ MUTANTS = [
      "engine/base/pool|engine/base/executor|e2e/quotas"),
     ("threads on demand do not call each other", "engine/base/pool.c", "  if (pool->config.on_demand) call_thread(pool);",
      "  if (pool->ending) call_thread(pool);", "engine/base/pool"),
-    ("each item of a call waits for memory as long", "server/residency/budget.c", "call == NULL ? 0 : qkv_rpc_waited_ms(call)",
+    ("each item of a call waits for memory as long", "server/residency/budget.c", "qkv_rpc_waited_ms(call, QKV_RPC_WAIT_MEMORY)",
      "0", "e2e/device"),
     ("a truncation waits for the disk without a client", "server/residency/acknowledge.c",
      "{\n    if (qkvi_client_is_gone(call)) return qkv_fail(error, QKV_CANCELLED, \"the client has gone\");\n    if (qkv_now_ms()",
