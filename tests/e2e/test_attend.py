@@ -288,14 +288,14 @@ def test_decode_stream(make_cache):
 
 @pytest.fixture
 def long_attend():
-    """Starts attends of 60,000 queries, seconds of a thread, over 16,000 rows: (cache, queries, call)."""
+    """Starts attends of 25,000 queries, seconds of a thread, over 16,000 rows: (cache, queries, call)."""
     with Daemon("--threads", "1", *ADMIN) as daemon:
         cache = Cache(daemon.stub(), "long", recent_window=0, layers=1, kv_heads=1, q_heads=1, key_dim=64, value_dim=64)
         for position in range(0, 16000, 4000):
             cache.append(position, *cache.rows(4000))
 
         def begin(**fields):
-            q = cache.queries(60_000)
+            q = cache.queries(25_000)
             request = kv.AttendRequest(items=[cache.item(16000, q=q, **fields)])
             call = cache.stub.Attend.future(request, timeout=TIMEOUT)
             wait_for(lambda: attend_runs(daemon) > 0, "the attend has not begun")
