@@ -63,7 +63,7 @@ static void unlock(qkvi_attend_part **order, size_t count) {
   }
 }
 
-// A request sees what was there when its first queries were attended.
+// A request sees what was there when its first queries were attended, in this turn or in a later one.
 static void note_layer(const qkvi_attend_call *state, qkvi_attend_part *part, const qkv_layer *layer) {
   qkv_attend *left = &state->attends[part->attend];
   part->request.layer = left->layer = layer;
@@ -71,6 +71,7 @@ static void note_layer(const qkvi_attend_call *state, qkvi_attend_part *part, co
   if (part->attended > 0) return;
   part->length = layer->length;
   part->cuts = layer->cuts;
+  part->request.options.end = left->options.end = part->item->options.end;
   qkv_attend_end_at(&part->request, layer->length);
   qkv_attend_end_at(left, layer->length);
 }

@@ -317,6 +317,28 @@ def test_a_long_attend_sees_what_was_there_at_first(long_attend):
         assert_close(array_of(result.lse)[part], lse)
 
 
+def test_an_item_of_a_later_turn_sees_what_was_there_then():
+    """Item 1's first turn comes when item 0 is done: its length and its results are those of that moment."""
+    with Daemon("--threads", "1", *ADMIN) as daemon:
+        stub = daemon.stub()
+        shape = {"recent_window": 0, "layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 64, "value_dim": 64}
+        long, brief = Cache(stub, "long", **shape), Cache(stub, "brief", seed=1, **shape)
+        for position in range(0, 16000, 4000):
+            long.append(position, *long.rows(4000))
+        brief.append(0, *brief.rows(100))
+        q, all_rows = brief.queries(1), kv.AttendOptions(not_causal=True)
+        items = [long.item(16000, q=long.queries(25_000)), brief.item(0, q=q, options=all_rows)]
+        call = stub.Attend.future(kv.AttendRequest(items=items), timeout=TIMEOUT)
+        wait_for(lambda: attend_runs(daemon) > 0, "the attend has not begun")
+        brief.append(100, *brief.rows(100))
+        assert not call.done()
+        result = call.result().results[1]
+        assert result.length == 200
+        out, lse = brief.attend(0, q, options=all_rows)
+        assert_close(array_of(result.out), out)
+        assert_close(array_of(result.lse), lse)
+
+
 def test_a_truncation_ends_a_long_attend(long_attend):
     cache, _, call = long_attend()
     cache.stub.Truncate(kv.TruncateRequest(session=cache.name, position=8000), timeout=TIMEOUT)
