@@ -299,7 +299,9 @@ def test_blocks_as_they_are(daemon, tmp_path, kind):
     elif kind == "mla":
         model, more = tiny_mla(tmp_path), {"load_format": "dummy", "dtype": "bfloat16"}
     settings = {"target": daemon.target, "model_name": kind, **({"opaque": True} if kind == "opaque" else {})}
-    block = 16 if kind == "mla" else 64
+    block = 64
+    if kind == "mla" and not pytest.importorskip("torch").cpu._is_amx_tile_supported():
+        block = 16  # whatever is asked for: vLLM's kernel for processors without AMX has no other one
     loaded = (len(PROMPT) - 1) // block * block
     with qkvd.Client(daemon.target) as client, Engine(model, settings, log=log(kind), max_model_len=1024, **more) as engine:
         before = len(list(client.objects()))
