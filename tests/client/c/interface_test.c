@@ -29,7 +29,7 @@
   X(qkv_client_changes, 40)        \
   X(qkv_client_scope, 40)          \
   X(qkv_client_tiers, 24)          \
-  X(qkv_client_attention, 72)      \
+  X(qkv_client_attention, 80)      \
   X(qkv_client_lent, 80)           \
   X(qkv_client_attend_options, 56) \
   X(qkv_client_page, 48)           \
