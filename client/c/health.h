@@ -16,7 +16,7 @@ enum {
 };
 
 // Asks nobody yet. INVALID_ARGUMENT as of qkvi_client_create.
-qkv_code qkvi_health_create(const char *target, const qkv_client_options *options, qkvi_health **health,
+qkv_code qkvi_health_create(const char *target, const qkv_client_options *options, qkvi_health **out,
                             qkv_call_error *error);
 // Waits for a check under way. NULL is none.
 void qkvi_health_destroy(qkvi_health **health);

@@ -499,7 +499,8 @@ qkv_status qkv_store_open(qkv_store *store, const qkv_session_config *config, co
 uint64_t qkv_store_coders_cost(qkv_store *store, const qkv_session_config *config, const char *model_name) {
   const qkv_model *model = NULL;
   qkv_session_config resolved = *config;
-  if (qkv_store_model(store, config->tenant, model_name, &model, NULL) != QKV_OK) return 0;
+  (void)qkv_store_model(store, config->tenant, model_name, &model, NULL);
+  if (model == NULL) return 0;
   qkv_store_resolve(model, &resolved, &resolved.policy);
   if (qkv_policy_check(&resolved.policy, NULL) != QKV_OK ||
       qkv_model_policy_check(model, &resolved.policy, NULL) != QKV_OK)
