@@ -299,6 +299,17 @@ def test_one_compaction_at_a_time(tmp_path):
         admin.Compact(admin_pb2.CompactRequest(), timeout=60)
 
 
+def expect_an_end(daemon, waiting):
+    """Calls that wait end soon after they are cancelled."""
+    time.sleep(0.5)
+    assert not any(call.done() for call in waiting)
+    for call in waiting:
+        call.cancel()
+    began = time.monotonic()
+    wait_for(lambda: daemon.metric("qkvd_calls_running") <= 1, "calls go on")  # this one
+    assert time.monotonic() - began < 3
+
+
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
 def test_clients_that_go_do_not_wait_for_memory(tmp_path):
     """Memory is full of pages that do not become durable: calls that wait for some end soon after they are cancelled."""
@@ -323,13 +334,7 @@ def test_clients_that_go_do_not_wait_for_memory(tmp_path):
             position += len(k)
             call = append()
         waiting = [call] + [append() for _ in range(3)]  # the first one has its turn, others wait for theirs
-        time.sleep(0.5)
-        assert not any(call.done() for call in waiting)
-        for call in waiting:
-            call.cancel()
-        began = time.monotonic()
-        wait_for(lambda: daemon.metric("qkvd_calls_running") <= 1, "calls go on")  # this one
-        assert time.monotonic() - began < 3
+        expect_an_end(daemon, waiting)
         flag.unlink()
         append().result(timeout=60)
 
@@ -387,13 +392,7 @@ def test_clients_that_go_do_not_wait_for_the_disk(tmp_path, method):
         files[file].touch()
         cache.append(0, *cache.rows(1024))
         waiting = [getattr(cache.stub, method).future(request) for _ in range(3)]
-        time.sleep(0.5)
-        assert not any(call.done() for call in waiting)
-        for call in waiting:
-            call.cancel()
-        began = time.monotonic()
-        wait_for(lambda: daemon.metric("qkvd_calls_running") <= 1, "calls go on")  # this one
-        assert time.monotonic() - began < 3
+        expect_an_end(daemon, waiting)
         files[file].unlink()
         assert list(cache.info().lengths) == [50 if method == "Truncate" else 1024]
         getattr(cache.stub, method)(request, timeout=TIMEOUT)
