@@ -26,7 +26,7 @@ uint64_t qkv_coding_cost(const qkv_model *model, const qkv_policy *policy, qkv_p
                          const qkv_calibration *calibration);
 // Whether two policies, resolved, have the same coding, where all else is equal.
 bool qkv_coding_alike(const qkv_policy *a, const qkv_policy *b);
-// The same of two that are alike.
+// A hash: equal for policies that have the same coding.
 uint64_t qkv_coding_hash(const qkv_policy *policy);
 
 // The calibration of this version, if any coding of the model is made with it, with a reference for the caller; else

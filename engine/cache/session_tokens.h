@@ -125,7 +125,8 @@ size_t qkv_session_tokens_hashes(qkv_session_tokens *tokens, qkv_prefix_hash *ha
 // 1] the hash before them and theirs. Returns how many; 0: `hashes` may be left as it is. O(pages behind them).
 size_t qkv_session_tokens_read_pages(qkv_session_tokens *tokens, uint64_t first, size_t max, qkv_prefix_hash *hashes,
                                      uint32_t *ids);
-// The same of packed pages that are right, of so many positions, of which the first one is page number `from`.
+// As qkv_session_tokens_read_pages, from packed bytes that qkv_session_tokens_are_packed has accepted, of `length`
+// positions; their first page has the number `from`.
 size_t qkv_session_tokens_read_packed(const uint8_t *bytes, uint64_t length, uint64_t from, uint64_t first,
                                       size_t max, qkv_prefix_hash *hashes, uint32_t *ids);
 // The chained hashes of the full pages from the one that `position` lies in on, as they are once `count` ids from

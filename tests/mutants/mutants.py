@@ -172,7 +172,7 @@ MUTANTS = [
      "engine/base/fair|e2e/tenants"),
     ("a job that computes waits for another append", "server/handlers/append.c",
      "(waits & (QKVI_WAIT_ROWS | QKVI_WAIT_DISK)) == 0", "false", "e2e/tenants"),
-    ("an append of pages that is in a hurry waits", "engine/cache/session_append.c", "if (!use->at_once) return", "return",
+    ("an append of pages with at_once waits", "engine/cache/session_append.c", "if (!use->at_once) return", "return",
      "engine/cache/session|e2e/tenants"),
     ("the thread that reads closes sessions for memory", "server/handlers/open_session.c",
      "status == QKV_RESOURCE_EXHAUSTED && (waits & QKVI_WAIT_MEMORY) == 0", "false", "e2e/evicting"),

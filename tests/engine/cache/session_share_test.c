@@ -229,7 +229,7 @@ static bool ask(const qkv_row_encoder *encoder, const qkv_row_page *page, void *
   return false;
 }
 
-// An append of pages that is in a hurry does not wait for another one to the layer.
+// An append of pages with `at_once` does not wait for another append to the layer.
 static void test_pages_at_once(void **state) {
   (void)state;
   scene s;

@@ -346,8 +346,8 @@ static bool ask(const qkv_row_encoder *encoder, const qkv_row_page *page, void *
   return false;
 }
 
-// An append that is in a hurry does not wait for another one to the layer; to other layers, and when that is over, it
-// is like any other.
+// An append with `at_once` does not wait for another append to the layer. To other layers, and when that other append
+// is over, it is like any append.
 static void test_append_at_once(void **state) {
   (void)state;
   scene s;
