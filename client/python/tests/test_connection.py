@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 import math
 import os
 import shutil
@@ -18,11 +19,11 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
-from conftest import DIM, KV_HEADS
+from conftest import DIM, KV_HEADS, Q_HEADS
 from daemon import Daemon, wait_for
 
 import qkvd
-from qkvd import connection
+from qkvd import connection, locks
 from qkvd.locks import calls_under_way
 from qkvd.v1 import admin_pb2, kv_cache_pb2, objects_pb2
 
@@ -497,6 +498,47 @@ def test_a_child_leaves_a_stream_of_answers_alone(client, monkeypatch, of):
         assert in_child(partial(child, read_on)) == 0
     held.clear()
     assert answers.cancelled and calls_under_way._streams == 0 and not calls_under_way._readers
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda client: next(client._stream("Fetch", b"", 10)),
+        lambda client: next(client.watch()),
+        lambda client: client.decode().attend([qkvd.Item(session="s", q=np.zeros((1, Q_HEADS, DIM), np.float32))]),
+    ],
+)
+def test_a_stream_is_counted_before_it_begins(client, monkeypatch, begin):
+    """Else a fork in between would not know of it."""
+
+    def answers(*_):
+        assert calls_under_way._running > 0
+        raise OverflowError
+
+    monkeypatch.setattr(client, "_answers", answers)
+    with pytest.raises(OverflowError):
+        begin(client)
+    assert calls_under_way._streams == 0 and calls_under_way._running == 0
+
+
+def test_a_fork_waits_for_threads_at_work(client):
+    """Of gRPC's, nobody says when they rest; here a thread computes that does not hold Python's lock either."""
+    client.models()
+    ended = threading.Event()
+
+    def compute():
+        until = time.monotonic() + locks.SETTLES / 3
+        while time.monotonic() < until:
+            hashlib.sha256(bytes(1 << 22)).digest()
+        ended.set()
+
+    def child():
+        assert ended.is_set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    assert in_child(child) == 0
+    thread.join()
 
 
 @new_grpc

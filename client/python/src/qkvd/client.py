@@ -304,8 +304,9 @@ class Client:
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
         client = self._at(None)
-        answers = client._answers("unary_stream", calls.CACHE + "Watch", request, None)
-        calls_under_way.stream_begins()
+        with calls_under_way:
+            answers = client._answers("unary_stream", calls.CACHE + "Watch", request, None)
+            calls_under_way.stream_begins()
         silence, process = waits.Silence(answers, max(self._connection.timeout, calls.WATCH_PATIENCE)), os.getpid()
         try:
             for answer in silence.heard():
@@ -428,9 +429,9 @@ class Client:
         backoff = self._backoff(timeout)
         while True:
             try:
-                stub = self._stub("stream_unary", calls.CACHE + "Append")
                 outgoing = calls.Outgoing(items.append_messages(packed))
                 with calls_under_way:
+                    stub = self._stub("stream_unary", calls.CACHE + "Append")
                     metadata, left = self._connection.metadata_of(key), backoff.left()
                     answer = stub.future(outgoing, timeout=left, metadata=metadata)
                     return read(waits.answer(answer, left, "Append", self._seconds(timeout))).tokens
@@ -612,9 +613,9 @@ class Client:
         backoff = self._backoff(timeout)
         while True:
             try:
-                stub = self._stub("unary_unary", call.method)
-                left, metadata = backoff.left(), self._connection.metadata_of(call.key)
                 with calls_under_way:
+                    stub = self._stub("unary_unary", call.method)
+                    left, metadata = backoff.left(), self._connection.metadata_of(call.key)
                     if call.step and len(call.request) <= items.UNARY_BYTES:
                         return call.read(stub(call.request, timeout=left, metadata=metadata))
                     answer = stub.future(call.request, timeout=left, metadata=metadata)
@@ -630,10 +631,10 @@ class Client:
         if self._daemons:
             return several_sync.routed(self, key, timeout, False, lambda one, left: one._send(method, messages, left, key))
         outgoing = calls.Outgoing(messages)
-        stub = self._stub("stream_unary", method)
         seconds = calls.checked_timeout(self._connection.timeout if timeout is None else timeout)
         try:
             with calls_under_way:
+                stub = self._stub("stream_unary", method)
                 answer = stub.future(outgoing, timeout=seconds, metadata=self._connection.metadata_of(key))
                 return bytes(waits.answer(answer, seconds, method, seconds))
         except grpc.RpcError as error:
@@ -652,9 +653,10 @@ class Client:
         began = False
         while True:
             left = backoff.left()
-            answers = self._answers("unary_stream", method, request, key, left)
-            calls_under_way.stream_begins()
-            reader, watch = calls_under_way.read_begins(answers), waits.Watch(answers, left)
+            with calls_under_way:
+                answers = self._answers("unary_stream", method, request, key, left)
+                reader = calls_under_way.read_begins(answers)
+            watch = waits.Watch(answers, left)
             try:
                 watch.start()
                 for answer in answers:
@@ -672,5 +674,4 @@ class Client:
                 if calls_under_way.is_own(process, watch, answers):
                     watch.cancel()
                     answers.cancel()
-                    calls_under_way.stream_ends()
                     calls_under_way.read_ends(reader)

@@ -104,8 +104,9 @@ class DecodeStream:
         opened.deadline = time.monotonic() + seconds
         try:
             if opened.answers is None:
-                opened.answers = self._start(iter(opened.requests.get, None), self._key)
-                calls_under_way.stream_begins()
+                with calls_under_way:
+                    opened.answers = self._start(iter(opened.requests.get, None), self._key)
+                    calls_under_way.stream_begins()
                 threading.Thread(target=opened.watch, name="qkvd-decode-watch", daemon=True).start()
             opened.requests.put(message)
             answer: bytes = next(opened.answers)

@@ -1,20 +1,26 @@
 """Locks that a child of fork() finds open, and a fork() that waits for calls.
 
-gRPC prepares itself for fork() only while nothing of it is at work. Otherwise a child that calls may crash in it. So a
-fork waits for the calls that are under way, calls that begin meanwhile wait for the fork, and where some went on all the
-same, or a stream was open, the child is told.
+gRPC prepares itself for fork() only while nothing of it is at work. Otherwise a child that calls may crash or hang in it.
+So a fork waits for the calls that are under way, and for gRPC's own threads, which are still at work for some time after a
+call has ended. Calls that begin meanwhile wait for the fork. Where some calls went on all the same, or a stream was open,
+the child is told.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 FORK_WAITS = 1.0  # seconds at most, for calls that are under way
+# After those, seconds at most for the other threads: gRPC's may still be at work, and those of others compute.
+SETTLES = 0.25
+ASLEEP = 3  # looks at these threads, one after another, in which all are asleep
+LOOKS = 0.0005  # seconds between them
 
 
 class Lock:
@@ -46,6 +52,7 @@ class Calls:
     def renew(self) -> None:
         # The collector of garbage may end a stream while its thread is in one of these.
         self._changed = threading.Condition(threading.RLock())
+        self._used = False  # a call has begun
         self._running = 0
         self._streams = 0
         self._forking = False
@@ -56,6 +63,7 @@ class Calls:
     def __enter__(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._forking)
+            self._used = True
             self._running += 1
 
     def __exit__(self, *error: object) -> None:
@@ -64,8 +72,8 @@ class Calls:
             self._changed.notify_all()
 
     def stream_begins(self) -> None:
+        """In `with`, around what begins the call: a fork in between would not know of it."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._forking)
             self._streams += 1
 
     def stream_ends(self) -> None:
@@ -73,16 +81,18 @@ class Calls:
             self._streams = max(self._streams - 1, 0)  # one of the parent's may end in the child
 
     def read_begins(self, answers: Any) -> object:
-        """Of a stream of answers that a fork of another thread waits for, too: until `read_ends`, and gRPC has ended the
-        call."""
+        """As `stream_begins`, of a stream of answers that a fork of another thread waits for: until `read_ends`, and
+        gRPC has ended the call."""
         reader = object()
         with self._changed:
+            self._streams += 1
             self._readers[reader] = threading.get_ident()
             self._unended.add(reader)
         answers.add_done_callback(lambda _: self._has_ended(reader))
         return reader
 
     def read_ends(self, reader: object) -> None:
+        self.stream_ends()
         with self._changed:
             if reader in self._unended:
                 self._readers[reader] = 0  # a fork of its thread waits, too
@@ -128,6 +138,16 @@ class Calls:
             call.cancel()
         own = threading.get_ident()
         self._changed.wait_for(lambda: self._running == 0 and all(one == own for one in self._readers.values()), FORK_WAITS)
+        if self._used:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits until all other threads sleep. One that has work, but no processor yet, is not asleep."""
+        until = time.monotonic() + SETTLES
+        asleep = 0
+        while asleep < ASLEEP and time.monotonic() < until:
+            self._changed.wait(LOOKS)  # which lets others in: gRPC's thread may be about to tell of an end
+            asleep = 0 if _at_work() else asleep + 1
 
     def after_in_parent(self) -> None:
         self._forking = False
@@ -137,6 +157,25 @@ class Calls:
     def after_in_child(self) -> None:
         self.usable = self.usable and self._running == 0 and self._streams == 0
         self.renew()
+
+
+def _at_work() -> bool:
+    """Whether a thread but this one runs, or could. Never where the system does not say."""
+    try:
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return False
+    for thread in threads:
+        if thread == threading.get_native_id():
+            continue
+        try:
+            with open(f"/proc/self/task/{thread}/stat", "rb") as stat:
+                state = stat.read().rpartition(b") ")[2][:1]  # behind the name, which may hold anything
+        except OSError:
+            continue  # it has ended
+        if state == b"R":
+            return True
+    return False
 
 
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()

@@ -114,9 +114,9 @@ def serves(client: Client, daemon: Daemon[Client], within: Within) -> bool:
 
 def _healthy(client: Client, seconds: float, *, in_background: bool = False) -> bool:
     """in_background: a fork does not wait for the answer, and the daemon counts as one that does not answer."""
-    stub = client._stub("unary_unary", CHECK)
     try:
         with calls_under_way:
+            stub = client._stub("unary_unary", CHECK)
             answer = stub.future(b"", timeout=seconds, metadata=client._connection.metadata)
             with calls_under_way.given_up(answer) if in_background else contextlib.nullcontext():
                 return bool(waits.answer(answer, seconds, CHECK, seconds) == SERVING)
