@@ -14,6 +14,7 @@
 #include "client/c/qkv.h"
 #include "engine/base/status.h"
 #include "engine/codec/codec.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { LAYERS = 2, KV_HEADS = 2, Q_HEADS = 4, KEY_DIM = 16, VALUE_DIM = 24, TOKENS = 200 };
@@ -38,10 +39,6 @@ static const qkv_client_model exact_model = {.name = "exact",
                                              .value_dim = VALUE_DIM,
                                              .dtype = QKV_CLIENT_FP16,
                                              .policy = &(qkv_client_policy){.recent_window = 4096}};
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
-}
 
 static int setup(void **state) {
   (void)state;

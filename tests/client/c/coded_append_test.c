@@ -11,9 +11,9 @@ static char directory[128];
 static void start(fixture_daemon **daemon, qkv_client **to, const char *const *arguments) {
   qkv_call_error error = {0};
   *daemon = fixture_start(arguments);
-  scene_ok(qkv_client_connect((*daemon)->unix_address, NULL, to, &error), &error);
+  ok(qkv_client_connect((*daemon)->unix_address, NULL, to, &error), &error);
   const qkv_client_model model = scene_model("m");
-  scene_ok(qkv_client_register_model(*to, &model, &error), &error);
+  ok(qkv_client_register_model(*to, &model, &error), &error);
 }
 
 static int setup(void **state) {
@@ -39,18 +39,18 @@ static void open_session(qkv_client *in, const char *session, int purpose, int d
   qkv_call_error error = {0};
   const qkv_session_options options = {
       .session = session, .model = "m", .purpose = purpose, .durability = durability};
-  scene_ok(qkv_client_open_session(in, &options, &error), &error);
+  ok(qkv_client_open_session(in, &options, &error), &error);
 }
 
 static void close_session(qkv_client *in, const char *session) {
   qkv_call_error error = {0};
-  scene_ok(qkv_client_close_session(in, session, NULL, &error), &error);
+  ok(qkv_client_close_session(in, session, NULL, &error), &error);
 }
 
 static uint64_t length_of(const char *session) {
   qkv_call_error error = {0};
   qkv_client_session_info info;
-  scene_ok(qkv_client_get_session(client, session, &info, &error), &error);
+  ok(qkv_client_get_session(client, session, &info, &error), &error);
   const uint64_t length = info.lengths[0];
   qkv_free(info.lengths);
   return length;
@@ -88,7 +88,7 @@ static kept_pages *fetch_pages(qkv_client *from, const char *session) {
   assert_non_null(all);
   const qkv_client_coded_receiver to = {keep_page, pass_rows, all};
   const qkv_client_fetch request = {.session = session};
-  scene_ok(qkv_client_fetch_pages(from, &request, &to, &error), &error);
+  ok(qkv_client_fetch_pages(from, &request, &to, &error), &error);
   return all;
 }
 
@@ -116,7 +116,7 @@ static qkv_code append_pages(qkv_client *to, const char *session, uint32_t layer
 static void append_all(qkv_client *to, const char *session, const kept_pages *all) {
   qkv_call_error error = {0};
   for (uint32_t layer = 0; layer < LAYERS; layer++)
-    scene_ok(append_pages(to, session, layer, all->pages[layer], all->count[layer], NULL, &error), &error);
+    ok(append_pages(to, session, layer, all->pages[layer], all->count[layer], NULL, &error), &error);
 }
 
 // ---- Coded here ----
@@ -129,15 +129,15 @@ static void encoded_of(int purpose) {
   scene_append(client, "rows", 0, TOKENS);
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     const qkv_client_item item = scene_item("pages", layer, 0, TOKENS);
-    scene_ok(qkv_client_append_encoded(client, &item, layer, &appended, &error), &error);
+    ok(qkv_client_append_encoded(client, &item, layer, &appended, &error), &error);
     assert_int_equal(appended, TOKENS);
   }
   kept_pages *rows = fetch_pages(client, "rows"), *pages = fetch_pages(client, "pages");
   assert_true(rows->count[0] > 4);
   same_pages(rows, pages);
   qkv_client_session_info a, b;
-  scene_ok(qkv_client_get_session(client, "rows", &a, &error), &error);
-  scene_ok(qkv_client_get_session(client, "pages", &b, &error), &error);
+  ok(qkv_client_get_session(client, "rows", &a, &error), &error);
+  ok(qkv_client_get_session(client, "pages", &b, &error), &error);
   assert_int_equal(a.bytes_coded, b.bytes_coded);
   assert_int_equal(a.bytes_exact, b.bytes_exact);
   assert_true(a.bytes_overhead > 0);
@@ -176,11 +176,11 @@ static void test_encoded_with_token_ids(void **state) {
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     qkv_client_item item = scene_item("ids", layer, 0, TOKENS);
     item.token_ids = ids;
-    scene_ok(qkv_client_append_encoded(client, &item, 1, NULL, &error), &error);
+    ok(qkv_client_append_encoded(client, &item, 1, NULL, &error), &error);
   }
   const qkv_client_prompt prompt = {.model = "m", .token_ids = ids, .token_count = TOKENS};
   qkv_client_match match;
-  scene_ok(qkv_client_match_prefix(client, &prompt, &match, &error), &error);
+  ok(qkv_client_match_prefix(client, &prompt, &match, &error), &error);
   assert_string_equal(match.session, "ids");
   assert_int_equal(match.tokens, TOKENS / 64 * 64);
   close_session(client, "ids");
@@ -210,7 +210,7 @@ static void test_encoded_message_by_message(void **state) {
   assert_in_range(appended, 64, MANY - 128);
   assert_int_equal(length_of("many"), appended);
   *last = 0;
-  scene_ok(qkv_client_append_encoded(client, &item, 2, &again, &error), &error);
+  ok(qkv_client_append_encoded(client, &item, 2, &again, &error), &error);
   assert_int_equal(appended + again, MANY);
   close_session(client, "many");
   free(k);
@@ -224,7 +224,7 @@ static void keep_calibration(qkv_client *in, const qkv_calibration *calibration)
   qkv_client_model model = scene_model("m");
   model.calibration = qkv_calibration_bytes(calibration, &model.calibration_bytes);
   model.calibration_kept = true;
-  scene_ok(qkv_client_register_model(in, &model, &error), &error);
+  ok(qkv_client_register_model(in, &model, &error), &error);
 }
 
 static void same_attention(qkv_client *a, const char *in_a, qkv_client *b, const char *in_b) {
@@ -234,9 +234,9 @@ static void same_attention(qkv_client *a, const char *in_a, qkv_client *b, const
     item.q =
         (qkv_client_tensor){QKV_CLIENT_FP32, 3, {1, Q_HEADS, KEY_DIM}, {0}, scene_k[layer][5], Q_HEADS * KEY_DIM * 4};
     qkv_client_result x, y;
-    scene_ok(qkv_client_attend(a, &item, 1, &x, &error), &error);
+    ok(qkv_client_attend(a, &item, 1, &x, &error), &error);
     item.session = in_b;
-    scene_ok(qkv_client_attend(b, &item, 1, &y, &error), &error);
+    ok(qkv_client_attend(b, &item, 1, &y, &error), &error);
     assert_memory_equal(x.out, y.out, x.out_count * sizeof *x.out);
     assert_memory_equal(x.lse, y.lse, x.lse_count * sizeof *x.lse);
     qkv_client_results_free(&x, 1);
@@ -253,7 +253,7 @@ static void moved_of(int purpose) {
   scene_append(client, "s", 0, 150);
   scene_calibrated(client, calibration);
   scene_append(client, "s", 150, 300);
-  scene_ok(qkv_client_truncate(client, "s", 250, &error), &error);
+  ok(qkv_client_truncate(client, "s", 250, &error), &error);
   scene_append(client, "s", 250, TOKENS);
   kept_pages *pages = fetch_pages(client, "s");
   const size_t count = pages->count[0];
@@ -268,7 +268,7 @@ static void moved_of(int purpose) {
     keep_calibration(other_client, calibration);
     // Nothing of that became the model's.
     qkv_client_session_info info;
-    scene_ok(qkv_client_get_session(other_client, "s", &info, &error), &error);
+    ok(qkv_client_get_session(other_client, "s", &info, &error), &error);
     assert_int_equal(info.calibration, 0);
     assert_int_equal(info.lengths[0], 0);
     qkv_free(info.lengths);
@@ -322,12 +322,12 @@ static void test_places(void **state) {
   refused("to", pages + 1, 1, QKV_FAILED_PRECONDITION, "items[0].position is 64, the expected position is 0");
   refused("to", (qkv_client_page[]){pages[0], pages[2]}, 2, QKV_INVALID_ARGUMENT,
           "items[0].pages[1].image begins at position 128, expected 64");
-  scene_ok(append_pages(client, "to", 0, pages, 2, &appended, &error), &error);
+  ok(append_pages(client, "to", 0, pages, 2, &appended, &error), &error);
   assert_int_equal(appended, 128);
   // Again, and more of it.
-  scene_ok(append_pages(client, "to", 0, pages, 2, &appended, &error), &error);
+  ok(append_pages(client, "to", 0, pages, 2, &appended, &error), &error);
   assert_int_equal(appended, 0);
-  scene_ok(append_pages(client, "to", 0, pages + 1, 2, &appended, &error), &error);
+  ok(append_pages(client, "to", 0, pages + 1, 2, &appended, &error), &error);
   assert_int_equal(appended, 64);
   qkv_client_page shorter = pages[1];
   shorter.tokens = 63;
@@ -336,13 +336,13 @@ static void test_places(void **state) {
   refused("to", all->pages[1] + 3, 1, QKV_INVALID_ARGUMENT, "pages[0].image is of layer 1, expected 0");
   // Exact rows end it.
   const qkv_client_item item = scene_item("to", 0, 192, 200);
-  scene_ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
+  ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
   refused("to", (qkv_client_page[]){pages[3]}, 1, QKV_FAILED_PRECONDITION, "pages follow pages only");
-  scene_ok(append_pages(client, "to", 0, pages, 3, &appended, &error), &error);
+  ok(append_pages(client, "to", 0, pages, 3, &appended, &error), &error);
   assert_int_equal(appended, 0);
   // One that has lost bits since is another one.
   const qkv_client_scope scope = {.session = "to", .begin = 64, .end = 128};
-  scene_ok(qkv_client_demote(client, &scope, 1, true, NULL, &error), &error);
+  ok(qkv_client_demote(client, &scope, 1, true, NULL, &error), &error);
   refused("to", pages + 1, 1, QKV_ALREADY_EXISTS, "position 64 holds another page already");
   free(all);
   close_session(client, "from");
@@ -383,10 +383,10 @@ static void test_hostile_pages(void **state) {
   qkv_call_error error = {0};
   const qkv_client_policy policy = {.bits_k = 2, .bits_v = 2, .recent_window = -1};
   const qkv_session_options options = {.session = "small", .model = "m", .policy = &policy, .durability = 1};
-  scene_ok(qkv_client_open_session(client, &options, &error), &error);
+  ok(qkv_client_open_session(client, &options, &error), &error);
   refused("small", &page, 1, QKV_INVALID_ARGUMENT, "the coder has");
   // It is fine after all.
-  scene_ok(append_pages(client, "to", 0, &page, 1, NULL, &error), &error);
+  ok(append_pages(client, "to", 0, &page, 1, NULL, &error), &error);
   assert_int_equal(length_of("to"), 64);
   free(all);
   close_session(client, "from");
@@ -424,7 +424,7 @@ static void wait_durable(const char *session, uint64_t position) {
   qkv_call_error error = {0};
   for (int i = 0; i < 2000; i++) {
     qkv_client_session_info info;
-    scene_ok(qkv_client_get_session(client, session, &info, &error), &error);
+    ok(qkv_client_get_session(client, session, &info, &error), &error);
     const bool durable = info.durable != NULL && info.durable[0] >= position && info.durable[1] >= position;
     qkv_free(info.lengths);
     if (durable) return;
@@ -449,15 +449,15 @@ static void test_ssd(void **state) {
   append_all(client, "s", all);
   const size_t count = all->count[0];
   wait_durable("s", all->pages[0][count - 1].position);
-  scene_ok(qkv_client_sink_session(client, "s", NULL, &error), &error);
-  scene_ok(append_pages(client, "s", 0, all->pages[0], count, &appended, &error), &error);
+  ok(qkv_client_sink_session(client, "s", NULL, &error), &error);
+  ok(append_pages(client, "s", 0, all->pages[0], count, &appended, &error), &error);
   assert_int_equal(appended, 0);
-  scene_ok(qkv_client_sink_session(client, "s", NULL, &error), &error);
+  ok(qkv_client_sink_session(client, "s", NULL, &error), &error);
   all->pages[0][1].tokens = 60;
   assert_int_equal(append_pages(client, "s", 0, all->pages[0] + 1, 1, &appended, &error), QKV_ALREADY_EXISTS);
   all->pages[0][1].tokens = 64;
   qkv_client_session_info info;
-  scene_ok(qkv_client_get_session(client, "s", &info, &error), &error);
+  ok(qkv_client_get_session(client, "s", &info, &error), &error);
   const uint32_t in_force = info.calibration;
   assert_true(in_force != qkv_calibration_version(calibration));
   qkv_free(info.lengths);
@@ -465,10 +465,10 @@ static void test_ssd(void **state) {
   qkv_client_close(&client);
   assert_int_equal(fixture_stop(&qkvd, SIGTERM, 20000), 0);
   qkvd = fixture_start((const char *const[]){"--data-dir", directory, NULL});
-  scene_ok(qkv_client_connect(qkvd->unix_address, NULL, &client, &error), &error);
+  ok(qkv_client_connect(qkvd->unix_address, NULL, &client, &error), &error);
   kept_pages *after = fetch_pages(client, "s");
   same_pages(all, after);
-  scene_ok(qkv_client_get_session(client, "s", &info, &error), &error);
+  ok(qkv_client_get_session(client, "s", &info, &error), &error);
   assert_true(info.calibration != qkv_calibration_version(calibration));
   qkv_free(info.lengths);
   free(all);

@@ -15,9 +15,9 @@ static int setup(void **state) {
   fixture_make_directory(directory, sizeof directory);
   const char *arguments[] = {"--data-dir", directory, NULL};
   qkvd = fixture_start(arguments);
-  scene_ok(qkv_client_connect(qkvd->unix_address, NULL, &client, &error), &error);
+  ok(qkv_client_connect(qkvd->unix_address, NULL, &client, &error), &error);
   const qkv_client_model model = scene_model("m");
-  scene_ok(qkv_client_register_model(client, &model, &error), &error);
+  ok(qkv_client_register_model(client, &model, &error), &error);
   return 0;
 }
 
@@ -33,12 +33,12 @@ static void open_session(const char *session, int purpose, int durability) {
   qkv_call_error error = {0};
   const qkv_session_options options = {
       .session = session, .model = "m", .purpose = purpose, .durability = durability};
-  scene_ok(qkv_client_open_session(client, &options, &error), &error);
+  ok(qkv_client_open_session(client, &options, &error), &error);
 }
 
 static void close_session(const char *session) {
   qkv_call_error error = {0};
-  scene_ok(qkv_client_close_session(client, session, NULL, &error), &error);
+  ok(qkv_client_close_session(client, session, NULL, &error), &error);
 }
 
 static void for_each_purpose(void (*test)(int purpose)) {
@@ -102,7 +102,7 @@ static void demoted_of(int purpose) {
   qkv_client_tiers tiers;
   open_session("s", purpose, 1);
   scene_append(client, "s", 0, TOKENS);
-  scene_ok(qkv_client_demote(client, &scope, 1, true, &tiers, &error), &error);
+  ok(qkv_client_demote(client, &scope, 1, true, &tiers, &error), &error);
   assert_true(tiers.pages > 0);
   scene_same_forms(client, "s");
   close_session("s");
@@ -117,7 +117,7 @@ static void truncated_of(int purpose) {
   qkv_call_error error = {0};
   open_session("s", purpose, 1);
   scene_append(client, "s", 0, TOKENS);
-  scene_ok(qkv_client_truncate(client, "s", 100, &error), &error);
+  ok(qkv_client_truncate(client, "s", 100, &error), &error);
   scene_append(client, "s", 100, TOKENS);
   scene_same_forms(client, "s");
   close_session("s");
@@ -134,8 +134,8 @@ static void cold_of(int purpose) {
   open_session("s", purpose, 2);
   scene_append(client, "s", 0, TOKENS);
   for (int i = 0; i < 3; i++) {
-    scene_ok(qkv_client_sink_session(client, "s", NULL, &error), &error);
-    scene_ok(qkv_client_get_session(client, "s", &info, &error), &error);
+    ok(qkv_client_sink_session(client, "s", NULL, &error), &error);
+    ok(qkv_client_get_session(client, "s", &info, &error), &error);
     assert_true(info.tokens_cold > 0);
     qkv_free(info.lengths);
     // The coded fetch comes first, so it is the one that restores.
@@ -144,7 +144,7 @@ static void cold_of(int purpose) {
     const qkv_client_fetch request = {
         .session = "s", .layers = layers, .layer_count = 2, .begin = 70, .dtype = QKV_CLIENT_FP32};
     qkv_client_layer_rows rows[] = {{.k = k[0], .capacity = TOKENS}, {.k = k[1], .capacity = TOKENS}};
-    scene_ok(qkv_client_fetch_decoded(client, &request, 2, rows, &error), &error);
+    ok(qkv_client_fetch_decoded(client, &request, 2, rows, &error), &error);
     assert_int_equal(rows[1].tokens, TOKENS - 70);
     scene_same_forms(client, "s");
   }
@@ -189,14 +189,14 @@ static void test_pages_as_they_are(void **state) {
   qkv_call_error error = {0};
   open_session("s", 1, 1);
   scene_append(client, "s", 0, 200);
-  scene_ok(qkv_client_truncate(client, "s", 100, &error), &error);
+  ok(qkv_client_truncate(client, "s", 100, &error), &error);
   scene_append(client, "s", 100, 300);
   // Pages at 0, 64 (36 tokens), 100, 164; exact from 228 on.
   seen all = {0};
   const uint32_t layer = 1;
   const qkv_client_coded_receiver to = {see_page, see_rows, &all};
   qkv_client_fetch request = {.session = "s", .layers = &layer, .layer_count = 1};
-  scene_ok(qkv_client_fetch_pages(client, &request, &to, &error), &error);
+  ok(qkv_client_fetch_pages(client, &request, &to, &error), &error);
   assert_int_equal(all.pages, 4);
   assert_int_equal(all.tokens[1], 36);
   assert_int_equal(all.next, 300);
@@ -204,7 +204,7 @@ static void test_pages_as_they_are(void **state) {
   all = (seen){0};
   request.begin = 70;
   request.end = 110;
-  scene_ok(qkv_client_fetch_pages(client, &request, &to, &error), &error);
+  ok(qkv_client_fetch_pages(client, &request, &to, &error), &error);
   assert_int_equal(all.pages, 2);
   assert_int_equal(all.next, 164);
   assert_int_equal(all.rows, 0);
@@ -242,7 +242,7 @@ static void test_bad_requests(void **state) {
   assert_int_equal(qkv_client_fetch_decoded(client, &request, 2, rows, &error), QKV_NOT_FOUND);
   // The client is as before.
   request.session = "s";
-  scene_ok(qkv_client_fetch_decoded(client, &request, 2, rows, &error), &error);
+  ok(qkv_client_fetch_decoded(client, &request, 2, rows, &error), &error);
   assert_int_equal(rows[1].tokens, 200);
   close_session("s");
 }

@@ -14,6 +14,7 @@
 
 #include "client/c/qkv.h"
 #include "engine/codec/calibrate.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { LAYERS = 2, KV_HEADS = 2, Q_HEADS = 4, KEY_DIM = 16, VALUE_DIM = 24, TOKENS = 400 };
@@ -33,10 +34,6 @@ static inline void scene_fill(void) {
       rows[part][i] = (float)((int)(seed >> 16) % range - range / 2) / 128;
     }
   }
-}
-
-static inline void scene_ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
 }
 
 static inline qkv_client_model scene_model(const char *name) {
@@ -84,7 +81,7 @@ static inline void scene_calibrated(qkv_client *client, const qkv_calibration *c
   qkv_client_model model = scene_model("m");
   model.calibration = qkv_calibration_bytes(calibration, &model.calibration_bytes);
   model.calibration_trusted = true;
-  scene_ok(qkv_client_register_model(client, &model, &error), &error);
+  ok(qkv_client_register_model(client, &model, &error), &error);
 }
 
 static inline qkv_client_item scene_item(const char *session, uint32_t layer, size_t begin, size_t end) {
@@ -102,7 +99,7 @@ static inline void scene_append(qkv_client *client, const char *session, size_t 
   qkv_call_error error = {0};
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     const qkv_client_item item = scene_item(session, layer, begin, end);
-    scene_ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
+    ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
   }
 }
 
@@ -137,13 +134,13 @@ static inline void scene_same_rows(qkv_client *client, const qkv_client_fetch *a
     request.layers = &layer;
     request.layer_count = 1;
     expected[layer].tokens = 0;
-    scene_ok(qkv_client_fetch_rows(client, &request, scene_take, &expected[layer], &error), &error);
+    ok(qkv_client_fetch_rows(client, &request, scene_take, &expected[layer], &error), &error);
     to[layer] = (qkv_client_layer_rows){.k = got[layer].k, .v = got[layer].v, .capacity = TOKENS};
   }
   qkv_client_fetch request = *asked;
   request.layers = layers;
   request.layer_count = LAYERS;
-  scene_ok(qkv_client_fetch_decoded(client, &request, threads, to, &error), &error);
+  ok(qkv_client_fetch_decoded(client, &request, threads, to, &error), &error);
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     assert_int_equal(to[layer].tokens, expected[layer].tokens);
     assert_true(to[layer].tokens > 0);

@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "client/c/place.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { DAEMONS = 2, HUNG = 0, SESSIONS = 8, WIDTH = 8, LOOK_MS = 6000, STALL_MS = 900 };
@@ -16,10 +17,6 @@ enum { DAEMONS = 2, HUNG = 0, SESSIONS = 8, WIDTH = 8, LOOK_MS = 6000, STALL_MS 
 static char directory[128], target_of[DAEMONS][160], targets[DAEMONS * 160], names[SESSIONS][32];
 static fixture_daemon *daemons[DAEMONS];
 static float row[WIDTH] = {1, 2, 3};
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
-}
 
 static int setup(void **state) {
   (void)state;
@@ -54,13 +51,7 @@ static void choose_names(void) {
 
 static void register_model(qkv_client *client) {
   qkv_call_error error = {0};
-  const qkv_client_model model = {.name = "m",
-                                  .layers = 1,
-                                  .kv_heads = 1,
-                                  .q_heads = 1,
-                                  .key_dim = WIDTH,
-                                  .value_dim = WIDTH,
-                                  .dtype = QKV_CLIENT_FP32};
+  const qkv_client_model model = one_head_model(WIDTH);
   ok(qkv_client_register_model(client, &model, &error), &error);
 }
 

@@ -10,6 +10,7 @@
 #include <cmocka.h>
 
 #include "client/c/qkv.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { COUNT = 40, PART = 1 << 20 };
@@ -23,10 +24,6 @@ typedef struct scene {
 
 static size_t size_of(size_t i) {
   return i == COUNT - 1 ? 5 * PART / 2 : 1 + i * 7919;
-}
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
 }
 
 static int setup(void **state) {

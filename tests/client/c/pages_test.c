@@ -22,9 +22,9 @@ static int setup(void **state) {
   qkv_call_error error = {0};
   scene_fill();
   qkvd = fixture_start(NULL);
-  scene_ok(qkv_client_connect(qkvd->unix_address, NULL, &client, &error), &error);
+  ok(qkv_client_connect(qkvd->unix_address, NULL, &client, &error), &error);
   const qkv_client_model model = scene_model("m");
-  scene_ok(qkv_client_register_model(client, &model, &error), &error);
+  ok(qkv_client_register_model(client, &model, &error), &error);
   return 0;
 }
 
@@ -38,12 +38,12 @@ static int teardown(void **state) {
 static void open_session(const char *session, int purpose) {
   qkv_call_error error = {0};
   const qkv_session_options options = {.session = session, .model = "m", .purpose = purpose};
-  scene_ok(qkv_client_open_session(client, &options, &error), &error);
+  ok(qkv_client_open_session(client, &options, &error), &error);
 }
 
 static void close_session(const char *session) {
   qkv_call_error error = {0};
-  scene_ok(qkv_client_close_session(client, session, NULL, &error), &error);
+  ok(qkv_client_close_session(client, session, NULL, &error), &error);
 }
 
 static bool hold_page(void *context, const qkv_client_page *page) {
@@ -67,7 +67,7 @@ static void fetch_pages(const char *session, uint32_t layer, held_pages *held) {
   const qkv_client_fetch request = {.session = session, .layers = &layer, .layer_count = 1};
   const qkv_client_coded_receiver to = {.page = hold_page, .rows = skip_rows, .context = held};
   held->count = 0;
-  scene_ok(qkv_client_fetch_pages(client, &request, &to, &error), &error);
+  ok(qkv_client_fetch_pages(client, &request, &to, &error), &error);
   assert_true(held->count > 0);
 }
 
@@ -79,7 +79,7 @@ static void drop_pages(held_pages *held) {
 static const qkv_page_code *code_of(const char *session, const qkv_client_page *page) {
   qkv_call_error error = {0};
   const qkv_page_code *code = NULL;
-  scene_ok(qkv_client_get_page_code(client, session, page, &code, &error), &error);
+  ok(qkv_client_get_page_code(client, session, page, &code, &error), &error);
   assert_non_null(code);
   return code;
 }
@@ -134,7 +134,7 @@ static void decoded_of(int purpose) {
     const uint64_t end = held.pages[held.count - 1].position + held.pages[held.count - 1].tokens;
     const qkv_client_fetch request = {
         .session = "s", .layers = &layer, .layer_count = 1, .end = end, .dtype = QKV_CLIENT_FP32};
-    scene_ok(qkv_client_fetch_rows(client, &request, take_row_bits, expected, &error), &error);
+    ok(qkv_client_fetch_rows(client, &request, take_row_bits, expected, &error), &error);
     const qkv_page_code *code = code_of("s", &held.pages[0]);
     for (size_t i = 0; i < THREADS; i++) {
       jobs[i] = (decode_job){.code = code, .held = &held, .out = got, .first = i, .stride = THREADS};
@@ -239,14 +239,14 @@ static void coded_of(int purpose) {
       uint16_t halves[PAGE * (K_ROW + V_ROW)];
       const qkv_client_rows_to_code rows =
           i % 2 == 0 ? rows_of(layer, i * PAGE, (i + 1) * PAGE) : halves_of(layer, i * PAGE, (i + 1) * PAGE, halves);
-      scene_ok(qkv_page_encode(code, &rows, images + i * (capacity + 1), capacity, &pages[i], &error), &error);
+      ok(qkv_page_encode(code, &rows, images + i * (capacity + 1), capacity, &pages[i], &error), &error);
       assert_int_equal(pages[i].tokens, PAGE);
       assert_int_equal(pages[i].calibration_hash, held.pages[i].calibration_hash);
       assert_int_equal(pages[i].bytes, held.pages[i].bytes);
       assert_memory_equal(pages[i].image, held.pages[i].image, pages[i].bytes);
     }
     const qkv_client_item item = {.session = "here", .layer = layer, .pages = pages, .page_count = held.count};
-    scene_ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
+    ok(qkv_client_append(client, &item, 1, NULL, &error), &error);
     free(images);
     drop_pages(&held);
   }

@@ -14,6 +14,7 @@
 #include <cmocka.h>
 
 #include "client/c/place.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { DAEMONS = 3, SESSIONS = 60, TOKENS = 64, WIDTH = 8 };
@@ -24,10 +25,6 @@ static char names[SESSIONS][32];
 static char directory[128], targets[DAEMONS * 160], target_of[DAEMONS][160];
 static fixture_daemon *daemons[DAEMONS];
 static qkv_client *client, *alone[DAEMONS];
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
-}
 
 static void start(size_t i) {
   daemons[i] = fixture_start((const char *[]){"--listen", target_of[i], NULL});
@@ -43,13 +40,7 @@ static qkv_client_tensor tensor(size_t session, uint64_t first, uint64_t tokens)
 
 static void register_model(qkv_client *with) {
   qkv_call_error error = {0};
-  const qkv_client_model model = {.name = "m",
-                                  .layers = 1,
-                                  .kv_heads = 1,
-                                  .q_heads = 1,
-                                  .key_dim = WIDTH,
-                                  .value_dim = WIDTH,
-                                  .dtype = QKV_CLIENT_FP32};
+  const qkv_client_model model = one_head_model(WIDTH);
   ok(qkv_client_register_model(with, &model, &error), &error);
 }
 

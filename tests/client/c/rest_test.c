@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "client/c/qkv.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 // Longer than a daemon that pings its clients, or lets the kernel reset what is not read, would wait.
@@ -21,10 +22,6 @@ static const qkv_client_item query = {
     .session = "s",
     .position = TOKENS - 1,
     .q = {.dtype = QKV_CLIENT_FP32, .rank = 3, .dims = {1, 1, WIDTH}, .data = rows, .bytes = WIDTH * sizeof *rows}};
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
-}
 
 static void step(qkv_decode *stream) {
   qkv_call_error error = {0};
@@ -50,13 +47,7 @@ static void test_connections_may_rest(void **state) {
   int64_t tokens = 0;
   ok(qkv_client_connect(daemon->unix_address, NULL, &client, &error), &error);
   ok(qkv_client_connect(daemon->tcp_address, NULL, &reader, &error), &error);
-  const qkv_client_model model = {.name = "m",
-                                  .layers = 1,
-                                  .kv_heads = 1,
-                                  .q_heads = 1,
-                                  .key_dim = WIDTH,
-                                  .value_dim = WIDTH,
-                                  .dtype = QKV_CLIENT_FP32};
+  const qkv_client_model model = one_head_model(WIDTH);
   ok(qkv_client_register_model(client, &model, &error), &error);
   ok(qkv_client_open_session(client, &(qkv_session_options){.session = "s", .model = "m"}, &error), &error);
   const qkv_client_item item = {.session = "s", .k = tensor, .v = tensor};

@@ -20,14 +20,11 @@
 #include "client/c/qkv.h"
 #include "engine/base/status.h"
 #include "qkv/v1/admin.pb-c.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { TOKENS = 300, HEADS = 2, WIDTH = 32, ROW = HEADS * WIDTH, BYTES = TOKENS * ROW * (int)sizeof(float) };
 enum { PLACES = 8 };  // of BYTES each in what is shared
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
-}
 
 static fixture_daemon *start(void) {
   return fixture_start((const char *[]){"--allow-client-shm", NULL});

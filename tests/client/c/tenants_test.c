@@ -9,6 +9,7 @@
 
 #include "client/c/qkv.h"
 #include "engine/base/status.h"
+#include "tests/client/c/calls.h"
 #include "tests/server/fixture.h"
 
 enum { CLIENTS = 2, TOKENS = 256, WIDTH = 8 };
@@ -19,10 +20,6 @@ static float rows[TOKENS * WIDTH];
 static uint32_t ids[TOKENS];
 static fixture_daemon *qkvd;
 static qkv_client *clients[CLIENTS];
-
-static void ok(qkv_code code, const qkv_call_error *error) {
-  if (code != 0) fail_msg("status %d: %s", code, error->text);
-}
 
 static qkv_client_tensor tensor(uint64_t tokens) {
   return (qkv_client_tensor){.dtype = QKV_CLIENT_FP32,
@@ -36,13 +33,7 @@ static int setup(void **state) {
   (void)state;
   qkv_call_error error = {0};
   char tenant[] = "other";
-  const qkv_client_model model = {.name = "m",
-                                  .layers = 1,
-                                  .kv_heads = 1,
-                                  .q_heads = 1,
-                                  .key_dim = WIDTH,
-                                  .value_dim = WIDTH,
-                                  .dtype = QKV_CLIENT_FP32};
+  const qkv_client_model model = one_head_model(WIDTH);
   for (size_t i = 0; i < TOKENS * WIDTH; i++) rows[i] = (float)(i % 13) / 16;
   for (size_t i = 0; i < TOKENS; i++) ids[i] = (uint32_t)i;
   qkvd = fixture_start(NULL);
@@ -131,13 +122,8 @@ static void each_changes_its_own(void **state) {
 static void models_are_shared_by_the_default_tenant(void **state) {
   (void)state;
   qkv_call_error error = {0};
-  qkv_client_model model = {.name = "base",
-                            .layers = 1,
-                            .kv_heads = 1,
-                            .q_heads = 1,
-                            .key_dim = WIDTH,
-                            .value_dim = WIDTH,
-                            .dtype = QKV_CLIENT_FP32};
+  qkv_client_model model = one_head_model(WIDTH);
+  model.name = "base";
   const qkv_session_options options = {.session = "of-base", .model = "base"};
   ok(qkv_client_register_model(clients[0], &model, &error), &error);
   assert_int_equal(qkv_client_open_session(clients[1], &options, &error), QKV_NOT_FOUND);
