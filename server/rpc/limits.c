@@ -10,9 +10,6 @@
 #include <string.h>
 #include <time.h>
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #define uthash_fatal(message) abort()
 #include <uthash.h>
 #include <utlist.h>
@@ -32,6 +29,8 @@
 // awake when it is free, and would find it taken again. Of 60000 others waited 12 ms without, 0.04 with it.
 #define AT_ONCE 256
 #define PAUSE_NS 1000
+// Those of tenants, from 1 on: 0 is the daemon's own.
+#define FLOWS (QKV_FAIR_FLOWS - 1)
 
 struct qkvi_rpc_group {
   UT_hash_handle hh;
@@ -41,7 +40,7 @@ struct qkvi_rpc_group {
   size_t spoken;  // of a tenant: counted calls that have spoken and are no control calls
   qkvi_holder *holder;
   qkvi_meter meter;  // of a tenant
-  uint64_t flow;     // the same
+  uint64_t flow;     // of a tenant that has members
   char name[];
 };
 
@@ -63,6 +62,7 @@ struct qkvi_rpc_limits {
   qkvi_rpc_walk *walks;          // over the tenants, which keep their order meanwhile
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   size_t spoken;                 // as of tenants
+  size_t flows[QKV_FAIR_FLOWS];  // tenants that have each
   qkvi_rpc_list silent, others;
   size_t silent_most[QKVI_RPC_KINDS];  // no connection has more silent calls
   uint64_t silent_ended, stalled_ended;
@@ -153,11 +153,24 @@ static void drop_oldest(qkvi_rpc_limits *limits, const qkvi_rpc_group *joined) {
   }
 }
 
+// A flow that no other tenant has; where others have all of them, one that few have. Mostly it is the one that the
+// tenant had before.
+static void take_flow(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
+  const size_t first = tenant->hh.hashv % FLOWS + 1;
+  size_t best = first;
+  for (size_t i = 1; i < FLOWS && limits->flows[best] > 0; i++) {
+    const size_t at = (first - 1 + i) % FLOWS + 1;
+    if (limits->flows[at] < limits->flows[best]) best = at;
+  }
+  limits->flows[best]++;
+  tenant->flow = best;
+}
+
 static qkvi_rpc_group *join_tenant(qkvi_rpc_limits *limits, const char *name) {
   const unsigned before = HASH_COUNT(limits->tenants);
   qkvi_rpc_group *tenant = join_group(&limits->tenants, name);
+  if (tenant->members == 1) take_flow(limits, tenant);
   if (HASH_COUNT(limits->tenants) > before) {
-    tenant->flow = XXH3_64bits(name, strlen(name));
     set_quota(limits, tenant);
     drop_oldest(limits, tenant);
   }
@@ -165,8 +178,9 @@ static qkvi_rpc_group *join_tenant(qkvi_rpc_limits *limits, const char *name) {
 }
 
 static void leave_tenant(qkvi_rpc_limits *limits, qkvi_rpc_group *tenant) {
-  if (--tenant->members > 0 || HASH_COUNT(limits->tenants) <= TENANTS_KEPT) return;
-  if (may_go(tenant)) free_tenant(limits, tenant);
+  if (--tenant->members > 0) return;
+  limits->flows[tenant->flow]--;
+  if (HASH_COUNT(limits->tenants) > TENANTS_KEPT && may_go(tenant)) free_tenant(limits, tenant);
 }
 
 // ---- The silent ones, and the others ----

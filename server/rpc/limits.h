@@ -92,7 +92,7 @@ void qkvi_rpc_limits_refresh(qkvi_rpc_limits *limits);
 // more. Control calls never wait.
 uint64_t qkvi_rpc_limits_wait_ms(qkvi_rpc_limits *limits, qkvi_rpc_place *place, uint64_t refuses, qkv_error *error);
 void qkvi_rpc_limits_take(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, uint64_t bytes, uint64_t rows);
-// Flow and weight of the call's tenant.
+// Flow and weight of the call's tenant. Of tenants that have calls up to QKV_FAIR_FLOWS - 1 have a flow each.
 qkv_share qkvi_rpc_limits_share(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
 // The call was refused for a quota that is not one of calls.
 void qkvi_rpc_limits_refused(qkvi_rpc_limits *limits, const qkvi_rpc_place *place);
