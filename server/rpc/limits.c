@@ -63,7 +63,7 @@ struct qkvi_rpc_limits {
   size_t calls[QKVI_RPC_KINDS];  // counted ones
   size_t spoken;                 // as of tenants
   size_t flows[QKV_FAIR_FLOWS];  // tenants that have each
-  qkvi_rpc_list silent, others;
+  qkvi_rpc_list silent, others[QKVI_RPC_KINDS];
   size_t silent_most[QKVI_RPC_KINDS];  // no connection has more silent calls
   uint64_t silent_ended, stalled_ended;
   int64_t looked_ms;  // when calls that are not silent were last checked
@@ -85,7 +85,8 @@ void qkvi_rpc_limits_destroy(qkvi_rpc_limits **limits) {
   qkvi_rpc_limits *old = *limits;
   if (old == NULL) return;
   *limits = NULL;
-  assert(old->connections == NULL && old->silent.oldest == NULL && old->others.oldest == NULL);
+  assert(old->connections == NULL && old->silent.oldest == NULL);
+  for (size_t i = 0; i < QKVI_RPC_KINDS; i++) assert(old->others[i].oldest == NULL);
   qkvi_rpc_group *tenant = old->tenants, *next;
   HASH_CLEAR(hh, old->tenants);
   for (; tenant != NULL; tenant = next) {
@@ -212,7 +213,7 @@ static void unlink_silent(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   place->silent = false;
   place->connection->silent[place->kind]--;
   take_from(&limits->silent, place);
-  append_to(&limits->others, place);
+  append_to(&limits->others[place->kind], place);
 }
 
 static void count(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
@@ -265,6 +266,30 @@ static qkvi_rpc_place *find_victim(qkvi_rpc_limits *limits, qkvi_rpc_kind kind, 
   return victim;
 }
 
+static bool is_unread(const qkv_rpc_call *call) {
+  const qkvi_rpc_phase phase = atomic_load_explicit(&call->phase, memory_order_acquire);
+  return phase == QKVI_RPC_SENDING || phase == QKVI_RPC_ENDING;
+}
+
+// Of the control calls whose answers have not been read, the one that has waited longest of the connections that have
+// the most control calls, if that are more than `own`. They are few.
+static qkvi_rpc_place *find_unread(const qkvi_rpc_limits *limits, size_t own) {
+  qkvi_rpc_place *victim = NULL;
+  uint64_t since = 0;
+  size_t most = own;
+  for (qkvi_rpc_place *place = limits->others[QKVI_RPC_CONTROL].oldest; place != NULL; place = place->next) {
+    const qkv_rpc_call *call = CALL_OF(place);
+    const size_t calls = place->connection->calls[QKVI_RPC_CONTROL];
+    if (!place->counted || calls < most || calls <= own || !is_unread(call)) continue;
+    const uint64_t began = atomic_load_explicit(&call->phase_ns, memory_order_relaxed);
+    if (calls == most && began >= since) continue;
+    victim = place;
+    most = calls;
+    since = began;
+  }
+  return victim;
+}
+
 // ---- Calls ----
 
 static qkv_status check_groups(const qkvi_rpc_limits *limits, const qkvi_rpc_place *place, qkv_error *error) {
@@ -288,18 +313,24 @@ static qkv_status check_groups(const qkvi_rpc_limits *limits, const qkvi_rpc_pla
   return QKV_OK;
 }
 
-// `victim` is a call that has lost its place for this one, or NULL.
+// `victim` is a call that has lost its place for this one, or NULL; *why gets what it is told.
 static qkv_status find_place(qkvi_rpc_limits *limits, const qkvi_rpc_place *place, grpc_call **victim,
-                             qkv_error *error) {
+                             const char **why, qkv_error *error) {
   const bool control = place->kind == QKVI_RPC_CONTROL;
   const size_t most = control ? limits->config.control_max : limits->config.calls_max;
-  if (limits->calls[place->kind] >= most) {
-    qkvi_rpc_place *silent = find_victim(limits, place->kind, place->connection->calls[place->kind]);
-    if (silent == NULL)
-      return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "%s is %zu and so many calls are running",
-                      control ? "limit-control-calls" : "limit-calls", most);
-    *victim = evict(limits, silent);
+  const size_t own = place->connection->calls[place->kind];
+  if (limits->calls[place->kind] < most) return QKV_OK;
+  qkvi_rpc_place *found = find_victim(limits, place->kind, own);
+  *why = control ? "limit-control-calls is reached and this call has sent no message"
+                 : "limit-calls is reached and this call has sent no message";
+  if (found == NULL && control) {
+    found = find_unread(limits, own);
+    *why = "limit-control-calls is reached and the answer to this call has not been read";
   }
+  if (found == NULL)
+    return qkv_fail(error, QKV_RESOURCE_EXHAUSTED, "%s is %zu and so many calls are running",
+                    control ? "limit-control-calls" : "limit-calls", most);
+  *victim = evict(limits, found);
   return QKV_OK;
 }
 
@@ -312,13 +343,14 @@ static void leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
 qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place, qkvi_rpc_kind kind, const char *peer,
                                  const char *tenant, qkv_error *error) {
   grpc_call *victim = NULL;
+  const char *why = NULL;
   *place = (qkvi_rpc_place){.kind = kind, .begun_ms = qkv_now_ms(), .metered = kind == QKVI_RPC_CALL};
   pthread_mutex_lock(&limits->lock);
   place->connection = join_group(&limits->connections, peer);
   place->tenant = join_tenant(limits, tenant);
   qkv_status status = check_groups(limits, place, error);
   place->tenant->meter.usage.refused += status != QKV_OK;
-  if (status == QKV_OK) status = find_place(limits, place, &victim, error);
+  if (status == QKV_OK) status = find_place(limits, place, &victim, &why, error);
   if (status == QKV_OK) {
     count(limits, place);
     link_silent(limits, place);
@@ -326,10 +358,7 @@ qkv_status qkvi_rpc_limits_enter(qkvi_rpc_limits *limits, qkvi_rpc_place *place,
     leave(limits, place);
   }
   pthread_mutex_unlock(&limits->lock);
-  if (victim != NULL)
-    cancel(victim, QKV_RESOURCE_EXHAUSTED,
-           kind == QKVI_RPC_CONTROL ? "limit-control-calls is reached and this call has sent no message"
-                                    : "limit-calls is reached and this call has sent no message");
+  if (victim != NULL) cancel(victim, QKV_RESOURCE_EXHAUSTED, why);
   return status;
 }
 
@@ -363,7 +392,7 @@ qkv_status qkvi_rpc_limits_spoken(qkvi_rpc_limits *limits, qkvi_rpc_place *place
 void qkvi_rpc_limits_leave(qkvi_rpc_limits *limits, qkvi_rpc_place *place) {
   pthread_mutex_lock(&limits->lock);
   assert(!place->silent);
-  take_from(&limits->others, place);
+  take_from(&limits->others[place->kind], place);
   leave(limits, place);
   pthread_mutex_unlock(&limits->lock);
 }
@@ -404,9 +433,9 @@ static bool is_stalled(const qkvi_rpc_limits *limits, const qkv_rpc_call *call, 
   return late->ms > 0 && now > since && now - since > (uint64_t)late->ms * 1000000;
 }
 
-static size_t take_stalled(qkvi_rpc_limits *limits, late_call *late, size_t found) {
+static size_t take_stalled(qkvi_rpc_limits *limits, const qkvi_rpc_list *list, late_call *late, size_t found) {
   const uint64_t now = qkv_stage_now();
-  for (qkvi_rpc_place *place = limits->others.oldest; place != NULL && found < VICTIMS; place = place->next) {
+  for (qkvi_rpc_place *place = list->oldest; place != NULL && found < VICTIMS; place = place->next) {
     late_call each = {0};
     if (!place->counted || !is_stalled(limits, CALL_OF(place), now, &each)) continue;
     each.grpc = evict(limits, place);
@@ -420,7 +449,7 @@ static size_t take_late(qkvi_rpc_limits *limits, late_call *late) {
   size_t found = take_silent(limits, late);
   const int64_t now = qkv_now_ms();
   if (now - limits->looked_ms >= LOOK_MS) {
-    found = take_stalled(limits, late, found);
+    for (size_t i = 0; i < QKVI_RPC_KINDS; i++) found = take_stalled(limits, &limits->others[i], late, found);
     if (found < VICTIMS) limits->looked_ms = now;
   }
   pthread_mutex_unlock(&limits->lock);

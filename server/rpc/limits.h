@@ -4,6 +4,7 @@
 // silent until its first message has arrived as a whole. Where all places are taken, a new call gets that of the
 // oldest silent call of the connection that has the most of them, unless the new call's own connection has as many
 // calls. So silent streams block no other client, and the connection that opens the most of them loses them first.
+// Control calls, which need no credentials, lose their places alike where their clients do not read the answers.
 //
 // Calls that have spoken keep their places. A tenant without a limit of its own has three quarters of all at most,
 // the next one three quarters of the rest: so one that opens streams and lets them be shuts no other tenant out.

@@ -10,7 +10,7 @@ import pytest
 
 from daemon import PATIENCE, SANITIZED, Daemon, wait_for
 from health.v1 import health_pb2, health_pb2_grpc
-from http2 import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, Raw, data, frame, head, request
+from http2 import DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, PREFACE, SETTINGS, Raw, data, frame, head, request
 from kv import TIMEOUT, Cache, Tenant
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
@@ -113,6 +113,25 @@ def test_silent_health_checks(strict):
             check_served(strict)
         wait_for(lambda: any(b"limit-control-calls is 64" in connection.received for connection in attack),
                  "the refusal names no limit")
+    wait_quiet(strict)
+
+
+def test_health_checks_whose_answers_are_not_read(strict):
+    """They need no credentials, and take all places of control calls: these go as others come."""
+    check = "/grpc.health.v1.Health/Check"
+    before = check_served(strict)["qkvd_calls_stalled_total"]
+    with Attack(strict, 20) as attack:
+        for connection in attack:
+            connection.greet((INITIAL_WINDOW_SIZE, 0))
+            for stream in range(1, 41, 2):
+                connection.send(frame(HEADERS, END_HEADERS, stream, request(check)) + data(stream, head(0), END_STREAM))
+        wait_for(lambda: any(b"64 and so many calls are running" in connection.received for connection in attack),
+                 "the places are not all taken")
+        for _ in range(20):
+            check_served(strict)
+        wait_for(lambda: any(b"the answer to this call has not been read" in connection.received for connection in attack),
+                 "no call is told why it has ended")
+    assert check_served(strict)["qkvd_calls_stalled_total"] > before
     wait_quiet(strict)
 
 
