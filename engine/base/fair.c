@@ -29,7 +29,7 @@ typedef struct node {
 struct qkv_fair {
   size_t max, length;
   size_t threads, running;  // 0 threads: a flow may have all; running <= threads else
-  node *nodes;              // [max]
+  node *nodes;              // [max + QKV_FAIR_AGAIN]
   uint32_t free;            // the first of those that hold no job
   double now;               // virtual time: ns of a flow of weight 1
   uint64_t number;          // of jobs that came
@@ -42,13 +42,13 @@ struct qkv_fair {
 
 qkv_fair *qkv_fair_create(size_t jobs_max, size_t threads) {
   qkv_fair *fair = calloc(1, sizeof *fair);
-  assert(fair != NULL && jobs_max < NONE);
+  const size_t places = jobs_max + QKV_FAIR_AGAIN;
+  assert(fair != NULL && places < NONE);
   fair->max = jobs_max;
   fair->threads = threads;
-  fair->nodes = calloc(jobs_max + 1, sizeof *fair->nodes);
+  fair->nodes = calloc(places, sizeof *fair->nodes);
   assert(fair->nodes != NULL);
-  for (uint32_t i = 0; i < jobs_max; i++) fair->nodes[i].next = i + 1 < jobs_max ? i + 1 : NONE;
-  fair->free = jobs_max > 0 ? 0 : NONE;
+  for (uint32_t i = 0; i < places; i++) fair->nodes[i].next = i + 1 < places ? i + 1 : NONE;
   for (int i = 0; i < QKV_FAIR_FLOWS; i++) {
     for (int kind = 0; kind < KINDS; kind++) fair->flows[i].lines[kind] = (line){NONE, NONE};
   }
@@ -87,7 +87,7 @@ static void deactivate(qkv_fair *fair, const flow *of) {
   fair->flows[last].place = of->place;
 }
 
-// What waits of the flow may be this many times what is left to others.
+// What waits of the flow may be this many times what is left to others. There is a place left.
 static bool has_part(const qkv_fair *fair, const qkv_share *share, const flow *of) {
   return share->flow != 0 && !share->again && of->waiting >= QKV_FAIR_PART * (fair->max - fair->length);
 }
@@ -95,7 +95,7 @@ static bool has_part(const qkv_fair *fair, const qkv_share *share, const flow *o
 qkv_status qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job) {
   const int kind = job->share.urgent ? 0 : 1;
   flow *of = flow_of(fair, &job->share);
-  if (fair->length >= fair->max) return QKV_RESOURCE_EXHAUSTED;
+  if (fair->length >= fair->max + (job->share.again ? QKV_FAIR_AGAIN : 0)) return QKV_RESOURCE_EXHAUSTED;
   if (has_part(fair, &job->share, of)) return QKV_UNAVAILABLE;
   line *into = &of->lines[kind];
   const uint32_t at = fair->free;

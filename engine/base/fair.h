@@ -22,7 +22,8 @@
 // Places in the queue are shared by such a threshold, too: a flow's jobs wait while they are fewer than QKV_FAIR_PART
 // times the places that are left. So one that is alone has three quarters of the places, and others find room.
 // Flow 0, the owner's own jobs, may have all; so may a job that has run for a while and is queued again for what is
-// left of it, as it would else keep its thread.
+// left of it, as it would else keep its thread. For those there are QKV_FAIR_AGAIN more places where all are taken:
+// enough, as the thread of each takes another job then.
 //
 // Flows are told apart by the last bits of their number: two that have these in common are one flow. Threads: the
 // owner's.
@@ -35,7 +36,7 @@
 
 #include "engine/base/status.h"
 
-enum { QKV_FAIR_FLOWS = 512, QKV_FAIR_URGENT = 8, QKV_FAIR_WEIGHT = 100, QKV_FAIR_PART = 3 };
+enum { QKV_FAIR_FLOWS = 512, QKV_FAIR_URGENT = 8, QKV_FAIR_WEIGHT = 100, QKV_FAIR_PART = 3, QKV_FAIR_AGAIN = 256 };
 
 // The flow that a job belongs to. Zeros: flow 0, of the weight QKV_FAIR_WEIGHT.
 typedef struct qkv_share {
@@ -62,8 +63,8 @@ qkv_fair *qkv_fair_create(size_t jobs_max, size_t threads);
 void qkv_fair_destroy(qkv_fair **fair);  // what waits is dropped
 
 size_t qkv_fair_length(const qkv_fair *fair);
-// RESOURCE_EXHAUSTED where `jobs_max` wait, UNAVAILABLE where the flow has its part of them. `job` has its first
-// three fields and the share.
+// RESOURCE_EXHAUSTED where `jobs_max` wait, and for a job that has run before so many more, UNAVAILABLE where the
+// flow has its part of them. `job` has its first three fields and the share.
 qkv_status qkv_fair_push(qkv_fair *fair, const qkv_fair_job *job);
 // Whether a job may start now.
 bool qkv_fair_ready(const qkv_fair *fair);

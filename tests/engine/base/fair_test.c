@@ -40,7 +40,7 @@ static int push_all(qkv_fair *fair, uint64_t flow) {
   int count = 0;
   qkv_status status;
   while ((status = qkv_fair_push(fair, &job)) == QKV_OK) count++;
-  assert_int_equal(status, qkv_fair_length(fair) == 64 ? QKV_RESOURCE_EXHAUSTED : QKV_UNAVAILABLE);
+  assert_int_equal(status, qkv_fair_length(fair) >= 64 ? QKV_RESOURCE_EXHAUSTED : QKV_UNAVAILABLE);
   return count;
 }
 
@@ -54,7 +54,27 @@ static void a_flow_leaves_places_to_others(void **state) {
   const qkv_fair_job rest = {.run = nothing, .share = {.flow = 1, .again = true}};
   assert_int_equal(qkv_fair_push(fair, &rest), QKV_OK);
   assert_int_equal(push_all(fair, 0), 3);  // the owner's
+  qkv_fair_destroy(&fair);
+}
+
+// A long job that is queued again where all places are taken would else keep its thread from those that wait.
+static void a_full_queue_takes_jobs_that_have_run(void **state) {
+  (void)state;
+  qkv_fair *fair = qkv_fair_create(64, 0);
+  assert_true(push(fair, 1, 0, false, 1));
+  qkv_fair_job rest = qkv_fair_pop(fair);
+  for (uint64_t flow = 1; flow < 5; flow++) (void)push_all(fair, flow);
+  assert_int_equal(qkv_fair_length(fair), 64);
+  rest.share.again = true;
+  assert_int_equal(qkv_fair_push(fair, &rest), QKV_OK);
+  qkv_fair_done(fair, &rest, 100000000);
+  assert_int_equal(push_all(fair, 5), 0);
+  const qkv_fair_job next = qkv_fair_pop(fair);
+  assert_true(next.share.flow != 1);
+  qkv_fair_done(fair, &next, 1000);
+  for (int i = 0; i < QKV_FAIR_AGAIN; i++) assert_int_equal(qkv_fair_push(fair, &rest), QKV_OK);
   assert_int_equal(qkv_fair_push(fair, &rest), QKV_RESOURCE_EXHAUSTED);
+  while (qkv_fair_length(fair) > 0) (void)pop(fair, 1000);
   qkv_fair_destroy(&fair);
 }
 
@@ -217,6 +237,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(one_flow_is_first_come_first_served),
       cmocka_unit_test(a_flow_leaves_places_to_others),
+      cmocka_unit_test(a_full_queue_takes_jobs_that_have_run),
       cmocka_unit_test(a_flow_alone_has_three_quarters),
       cmocka_unit_test(a_flood_does_not_hold_others_up),
       cmocka_unit_test(time_is_shared_by_weight_and_not_by_jobs),
