@@ -25,7 +25,7 @@ enum {
   CONNECTION_BYTES = 32768,  // of a request's line and headers, and of what is sent at once
   IDLE_SECONDS = 10,
   WORKERS = 2,
-  WAITING_MAX = CONNECTIONS_MAX * QKVI_RPC_SOCKETS_MAX,
+  WAITING_MAX = CONNECTIONS_MAX / 2,  // requests for a worker: a connection whose request waits keeps its place
 };
 
 struct qkvi_http {

@@ -402,6 +402,35 @@ def test_slow_senders_keep_nobody_out():
             connection.close()
 
 
+def test_requests_that_wait_for_workers_keep_nobody_out():
+    """More requests that take long than there are places: those beyond what may wait are refused, and health is served."""
+    with Daemon(*ADMIN) as daemon:
+        stub = daemon.stub()
+        model = Cache(stub, "first").model.name
+        for i in range(2000):
+            stub.OpenSession(kv.OpenSessionRequest(session=f"s{i}", model=model), timeout=TIMEOUT)
+        host, port = address(daemon).rsplit(":", 1)
+
+        def burst():
+            """Whether any of so many requests is refused."""
+            held = []
+            for _ in range(80):
+                held.append(socket.create_connection((host, int(port)), timeout=PATIENCE))
+                held[-1].sendall(b"GET /api/sessions?limit=1000 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert ask(daemon, "/health/live")[0] == 200
+            statuses = set()
+            for connection in held:
+                try:
+                    statuses.add(connection.recv(12))
+                except OSError:
+                    pass  # it has left its place to another one
+                connection.close()
+            return b"HTTP/1.1 503" in statuses
+
+        assert any(burst() for _ in range(20))
+        assert is_served(daemon)
+
+
 def is_served(daemon):
     try:
         return ask(daemon, "/health/live")[0] == 200
