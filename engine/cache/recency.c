@@ -193,9 +193,10 @@ static void enter_locked(qkv_recency *recency, qkv_recency_list list, qkv_sessio
 static bool belongs(const qkv_session *session, qkv_recency_list list) {
   const session_working *working = qkvi_working(session);
   if (list == QKV_RECENCY_EXPIRING) return atomic_load(&session->ttl_ms) > 0;
-  if (list == QKV_RECENCY_EVICTABLE || list == QKV_RECENCY_KEPT) return true;
-  if (working == NULL) return false;
   const bool pinned = atomic_load(&session->pinned);
+  if (list == QKV_RECENCY_EVICTABLE) return !pinned;
+  if (list == QKV_RECENCY_KEPT) return !pinned && session->kind->config.backing != NULL;
+  if (working == NULL) return false;
   // What another session brings back of pages that they share is not published here.
   const bool coded = atomic_load(&working->shares) || atomic_load(&working->bytes_coded) > 0;
   switch (list) {
@@ -216,13 +217,10 @@ static bool belongs(const qkv_session *session, qkv_recency_list list) {
 
 void qkv_recency_join(qkv_recency *recency, qkv_session *session) {
   const bool backed = session->kind->config.backing != NULL;
+  const qkv_recency_list owned = session->kind->config.evictable ? QKV_RECENCY_EVICTABLE : QKV_RECENCY_KEPT;
   lock(recency);
   session->joined = true;
-  if (session->kind->config.evictable) {
-    enter_locked(recency, QKV_RECENCY_EVICTABLE, session);
-  } else if (backed) {
-    enter_locked(recency, QKV_RECENCY_KEPT, session);
-  }
+  if (belongs(session, owned)) enter_locked(recency, owned, session);
   // A fork may have rows before it is opened.
   for (qkv_recency_list i = 0; i < QKV_RECENCY_LISTS; i++) {
     const bool listed = i <= QKV_RECENCY_SUNK ? backed : i >= QKV_RECENCY_AIMED;

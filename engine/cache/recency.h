@@ -28,8 +28,8 @@ typedef enum qkv_recency_list {
   QKV_RECENCY_EXACT,      // have a backing and exact rows that may become pages
   QKV_RECENCY_UNSETTLED,  // have something that is not settled (layer_spill.h)
   QKV_RECENCY_SUNK,       // have nothing in memory and may be folded (session_fold.h)
-  QKV_RECENCY_EVICTABLE,  // may be closed where something is full
-  QKV_RECENCY_KEPT,       // the others that have a backing
+  QKV_RECENCY_EVICTABLE,  // may be closed where something is full, and are not pinned
+  QKV_RECENCY_KEPT,       // the others that have a backing and are not pinned
   QKV_RECENCY_AIMED,      // coded pages may have to change tiers (session_retier.h); longest not examined first
   QKV_RECENCY_DEMOTABLE,  // coded pages may go to lower tiers where memory is short
   QKV_RECENCY_EXPIRING,   // have a time to live; in the order in which that ends
@@ -46,7 +46,7 @@ typedef struct qkv_recency_places {
 } qkv_recency_places;
 
 typedef struct qkv_recency_standing {
-  _Atomic uint32_t owned;  // in EVICTABLE or KEPT, whichever it is in for good
+  _Atomic uint32_t owned;  // in EVICTABLE or KEPT, whichever is its own
   _Atomic uint32_t expiring;
 } qkv_recency_standing;
 

@@ -96,6 +96,8 @@ void qkv_session_set_pinned(qkv_session *session, bool pinned) {
   atomic_store(&session->pinned, pinned);
   for (uint32_t i = 0; i < session->kind->model->layers; i++) qkvi_session_keep(session, i);
   list_session(session, true, true, false, true);
+  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_EVICTABLE, session);
+  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_KEPT, session);
 }
 
 bool qkv_session_may_go(const qkv_session *session) {

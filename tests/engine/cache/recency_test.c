@@ -235,14 +235,33 @@ static void test_the_empty_are_not_looked_at(void **unused) {
   atomic_store(&qkvi_working(s.sessions[8])->shares, true);
   qkv_recency_note(s.recency, QKV_RECENCY_CODED, s.sessions[8]);
   for (int i = 0; i < 3; i++) assert_int_equal(count_pass(&s, QKV_RECENCY_CODED), 2);
-  assert_int_equal(count_pass(&s, QKV_RECENCY_KEPT), SESSIONS);
-  assert_int_equal(count_pass(&s, QKV_RECENCY_EVICTABLE), 0);
   teardown(&s);
-  setup(&s, true);
-  for (size_t i = 0; i < SESSIONS; i++) join(&s, i);
-  assert_int_equal(count_pass(&s, QKV_RECENCY_KEPT), 0);
-  assert_int_equal(count_pass(&s, QKV_RECENCY_EVICTABLE), SESSIONS);
-  teardown(&s);
+}
+
+// Those that are pinned are in neither list, so that no pass of others has to walk over them.
+static void test_the_pinned_are_not_looked_at(void **unused) {
+  (void)unused;
+  for (int evictable = 0; evictable < 2; evictable++) {
+    const qkv_recency_list own = evictable ? QKV_RECENCY_EVICTABLE : QKV_RECENCY_KEPT;
+    scene s;
+    setup(&s, evictable);
+    qkv_session_set_pinned(s.sessions[0], true);
+    for (size_t i = 0; i < SESSIONS; i++) join(&s, i);
+    assert_int_equal(count_pass(&s, evictable ? QKV_RECENCY_KEPT : QKV_RECENCY_EVICTABLE), 0);
+    assert_int_equal(count_pass(&s, own), SESSIONS - 1);
+    for (size_t i = 0; i < 10; i++) qkv_session_set_pinned(s.sessions[i], true);
+    assert_int_equal(count_pass(&s, own), SESSIONS - 10);
+    qkv_recency_begin(s.recency, own);  // one that has been passed meanwhile
+    qkv_session *first = qkv_recency_next(s.recency, own);
+    qkv_session_set_pinned(first, true);
+    qkv_recency_end(s.recency, own);
+    assert_int_equal(count_pass(&s, own), SESSIONS - 11);
+    qkv_session_set_pinned(first, false);
+    qkv_session_unref(&first);
+    for (size_t i = 0; i < 10; i++) qkv_session_set_pinned(s.sessions[i], false);
+    assert_int_equal(count_pass(&s, own), SESSIONS);
+    teardown(&s);
+  }
 }
 
 // Exact rows that cannot be coded are not tried again before there are others.
@@ -337,6 +356,7 @@ int main(void) {
       cmocka_unit_test(test_the_first_to_expire_comes_first),
       cmocka_unit_test(test_tiers_are_looked_at_in_turn),
       cmocka_unit_test(test_the_empty_are_not_looked_at),
+      cmocka_unit_test(test_the_pinned_are_not_looked_at),
       cmocka_unit_test(test_what_is_given_up),
       cmocka_unit_test(test_nothing_is_lost),
   };
