@@ -357,7 +357,6 @@ static qkv_status journal_note(qkvi_residency *residency, qkv_session *session, 
                                qkv_error *error) {
   qkv_session_info info;
   qkv_session_read_info(session, &info, NULL);
-  if (info.config.backing == NULL) return QKV_OK;
   if (note->pinned != NULL) info.config.pinned = *note->pinned;
   if (note->ttl_ms != NULL) info.config.ttl_ms = *note->ttl_ms;
   return journal_info(residency, QKV_JOURNAL_SESSION_NOTE, &info, error);
@@ -365,11 +364,13 @@ static qkv_status journal_note(qkvi_residency *residency, qkv_session *session, 
 
 qkv_status qkvi_catalogue_note(qkvi_residency *residency, qkv_session *session, const qkvi_note *note,
                                qkv_error *error) {
-  if (residency != NULL) (void)pthread_mutex_lock(&residency->notes_lock);
-  const qkv_status status = residency == NULL ? QKV_OK : journal_note(residency, session, note, error);
+  const bool backed = residency != NULL && qkv_session_config_of(session)->backing != NULL;
+  pthread_mutex_t *lock = backed ? &residency->notes_locks[qkv_session_id(session) % QKVI_NOTES_LOCKS] : NULL;
+  if (backed) (void)pthread_mutex_lock(lock);
+  const qkv_status status = backed ? journal_note(residency, session, note, error) : QKV_OK;
   if (status == QKV_OK && note->pinned != NULL) qkv_session_set_pinned(session, *note->pinned);
   if (status == QKV_OK && note->ttl_ms != NULL) qkv_session_set_ttl(session, *note->ttl_ms);
-  if (residency != NULL) (void)pthread_mutex_unlock(&residency->notes_lock);
+  if (backed) (void)pthread_mutex_unlock(lock);
   return status;
 }
 

@@ -105,6 +105,8 @@ typedef struct qkvi_backing {
   bool sync_now;  // of SYNC sessions
 } qkvi_backing;
 
+enum { QKVI_NOTES_LOCKS = 64 };
+
 struct qkvi_residency {
   qkv_store *store;
   qkvi_objects *objects;  // may be NULL
@@ -139,9 +141,10 @@ struct qkvi_residency {
 
   pthread_mutex_t models_lock;       // one model at a time into the journal
   pthread_mutex_t unconfirmed_lock;  // the end of one session at a time is confirmed
-  pthread_mutex_t notes_lock;        // one note at a time, in the journal and in memory
-  _Atomic bool unsettled;            // some session may have something to settle
-  _Atomic uint64_t restore_rate;     // bytes a second that came back lately; 0: not known yet
+  // By the session's number: one note of a session at a time, in the journal and in memory.
+  pthread_mutex_t notes_locks[QKVI_NOTES_LOCKS];
+  _Atomic bool unsettled;         // some session may have something to settle
+  _Atomic uint64_t restore_rate;  // bytes a second that came back lately; 0: not known yet
   pthread_t thread;
   bool started;
   uint64_t expel_above;   // bytes on the disk; with more, the budget has no headroom for another segment

@@ -22,7 +22,7 @@ static void init_locks(qkvi_residency *residency) {
   failed |= pthread_mutex_init(&residency->lock, NULL);
   failed |= pthread_mutex_init(&residency->models_lock, NULL);
   failed |= pthread_mutex_init(&residency->unconfirmed_lock, NULL);
-  failed |= pthread_mutex_init(&residency->notes_lock, NULL);
+  for (int i = 0; i < QKVI_NOTES_LOCKS; i++) failed |= pthread_mutex_init(&residency->notes_locks[i], NULL);
   assert(failed == 0);
   (void)failed;
   (void)pthread_condattr_destroy(&clock);
@@ -96,7 +96,7 @@ static size_t seal_all(qkvi_residency *residency, qkv_session *const *sessions, 
 }
 
 qkv_session **qkvi_residency_sessions(qkvi_residency *residency, size_t *count) {
-  const size_t most = qkv_store_read_stats(residency->store).sessions + 1;
+  const size_t most = qkv_store_sessions(residency->store) + 1;
   qkv_session **sessions = calloc(most, sizeof *sessions);
   if (sessions == NULL) abort();
   *count = qkv_store_backed(residency->store, sessions, most);
@@ -171,7 +171,7 @@ void qkvi_residency_destroy(qkvi_residency **residency) {
     free(pending);
   }
   qkvi_catalogue_drop_unconfirmed(old);
-  (void)pthread_mutex_destroy(&old->notes_lock);
+  for (int i = 0; i < QKVI_NOTES_LOCKS; i++) (void)pthread_mutex_destroy(&old->notes_locks[i]);
   (void)pthread_mutex_destroy(&old->unconfirmed_lock);
   (void)pthread_mutex_destroy(&old->models_lock);
   (void)pthread_mutex_destroy(&old->lock);

@@ -1,6 +1,7 @@
 // Loaded before libc into a daemon that reads and writes with threads: while the file that FAIL_SYNC names is there,
 // fdatasync of a segment fails as a device's does, while that of FAIL_JOURNAL is that of the journal, and while that
-// of FAIL_READ is, whatever reads a segment. While that of HOLD_SYNC is there, fdatasync of a segment does not end.
+// of FAIL_READ is, whatever reads a segment. While that of HOLD_SYNC is there, fdatasync of a segment does not end,
+// while that of HOLD_JOURNAL is that of the journal. While that of SLOW_JOURNAL is, it takes a quarter of a second.
 #include <errno.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -27,6 +28,7 @@ static bool fails(int file, const char *kind, const char *variable) {
 
 int fdatasync(int file) {
   while (concerns(file, "/segment-", "HOLD_SYNC") || concerns(file, "/journal", "HOLD_JOURNAL")) (void)usleep(1000);
+  if (concerns(file, "/journal", "SLOW_JOURNAL")) (void)usleep(250000);
   if (fails(file, "/journal", "FAIL_JOURNAL")) return -1;
   return fails(file, "/segment-", "FAIL_SYNC") ? -1 : (int)syscall(SYS_fdatasync, file);
 }
