@@ -51,6 +51,16 @@ qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void
   return try_as(call, work, false, job, context, error);
 }
 
+static bool offer(qkv_rpc_call *call, qkv_work work, qkv_share share, qkv_job_fn *job, void *context) {
+  if (queue(call, work, share, job, context) == QKV_OK) return true;
+  qkv_rpc_dequeued(call);
+  return false;
+}
+
+bool qkvi_job_offer(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context) {
+  return offer(call, work, (qkv_share){.urgent = false}, job, context);
+}
+
 void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
   qkv_error error = {0};
   if (try_as(call, qkvi_work_of(waits, false), true, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
@@ -65,9 +75,7 @@ bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_f
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_work work = qkvi_work_of(waits, false);
   if (qkv_pool_waiting(qkv_executor_pool(daemon->executor, work)) == 0) return false;
-  if (queue(call, work, (qkv_share){.urgent = urgent, .again = true}, job, context) == QKV_OK) return true;
-  qkv_rpc_dequeued(call);
-  return false;
+  return offer(call, work, (qkv_share){.urgent = urgent, .again = true}, job, context);
 }
 
 // A request that a job unpacks, before it goes on as another one.

@@ -26,6 +26,8 @@ qkv_work qkvi_work_of(qkvi_waits waits, bool bulk);
 // Gives job(context) to the executor. RESOURCE_EXHAUSTED where limit-queue jobs of the kind wait already, or the
 // tenant has its part of them.
 qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error);
+// The same for a job that its caller offers again later: false, and no refusal is counted.
+bool qkvi_job_offer(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context);
 // The same; a refusal ends the call. The handler is done with it either way.
 void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
 // The same before jobs that are not urgent (engine/base/fair.h): for steps of decoding.

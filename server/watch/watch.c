@@ -225,9 +225,7 @@ static void ids_job(void *context) {
 
 // The snapshot's ids are read from many sessions, some of them on the disk: others would wait for it.
 static void serve_ids(watcher *at) {
-  const qkv_work work = qkvi_work_of(qkvi_session_waits(at->call), true);
-  qkv_error error = {0};
-  if (qkvi_job_try(at->call, work, ids_job, at, &error) == QKV_OK) return;
+  if (qkvi_job_offer(at->call, qkvi_work_of(qkvi_session_waits(at->call), true), ids_job, at)) return;
   at->rests_ms = qkv_now_ms() + REST_MS;
   park(at);
 }

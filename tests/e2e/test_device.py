@@ -18,7 +18,7 @@ from daemon import BIN_DIR, SANITIZED, Daemon, binary, clean_environment, wait_f
 from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
-from qkv.v1 import tensor_pb2
+from qkv.v1 import objects_pb2, objects_pb2_grpc, tensor_pb2
 
 ASYNC, SYNC = kv.DURABILITY_ASYNC, kv.DURABILITY_SYNC
 LAYERS = 2
@@ -295,6 +295,41 @@ def test_an_append_waits_for_no_other_truncation(tmp_path):
         assert not truncation.done()
         journal.unlink()
         assert list(truncation.result(timeout=TIMEOUT).lengths) == [50]
+
+
+@pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
+def test_a_snapshot_that_waits_for_a_thread_is_not_refused(tmp_path):
+    """While puts of another tenant have all places of the queue, a snapshot's token ids wait, and count as no refusal."""
+    flag = tmp_path / "hold"
+    arguments = ("--data-dir", str(tmp_path / "data"), "--storage-io", "pread", "--limit-queue", "1")
+    with Daemon(*arguments, environment={"LD_PRELOAD": failing_disk(), "HOLD_SYNC": str(flag)}) as daemon:
+        cache = Cache(Tenant(daemon.stub(), "reader"), "s", layers=1)
+        cache.append(0, *cache.rows(128), token_ids=range(128))
+        put = objects_pb2_grpc.ObjectsStub(daemon.channel()).PutObjects
+        flag.touch()
+        waiting, refusals = [], 0
+
+        def refused_one():
+            nonlocal refusals
+            begin = objects_pb2.ObjectInfo(object=f"o{len(waiting)}", bytes=1, durability=SYNC)
+            piece = objects_pb2.PutPiece(begin=begin, data=b"x")
+            waiting.append(put.future(iter([objects_pb2.PutObjectsRequest(pieces=[piece])]), timeout=TIMEOUT))
+            time.sleep(0.01)
+            refusals = sum(call.done() for call in waiting)
+            return refusals > 0
+
+        wait_for(refused_one, "the queue takes all puts")
+        watch = cache.stub.Watch(kv.WatchRequest(token_ids=True), timeout=TIMEOUT)
+        next(watch)  # the pages; their ids follow
+        for _ in range(20):
+            time.sleep(0.05)
+            assert daemon.metric("qkvd_refused_queue_total") == sum(call.done() for call in waiting)
+        flag.unlink()
+        ids = None
+        while ids is None:
+            ids = next((list(event.token_ids) for event in next(watch).events if event.token_ids), None)
+        assert ids == list(range(128))
+        watch.cancel()
 
 
 @pytest.mark.skipif(SANITIZED, reason="a library before libc and sanitizers do not go together")
