@@ -17,6 +17,7 @@
 #include "server/watch/log.h"
 #include "server/watch/message.h"
 #include "server/watch/places.h"
+#include "server/watch/sequence.h"
 
 // Changes of a message; how often places are checked, and at least a message is sent.
 enum { EVENTS = 1024, PLACES_MS = 500, HEARTBEAT_MS = 10000 };
@@ -46,6 +47,7 @@ struct qkvi_watch_hub {
   qkv_metric_value *metrics;
   size_t watchers_max, tenant_max;
   uint64_t instance;
+  qkvi_watch_key key;  // of the sequence numbers that clients are told
   qkvi_watch_log *log;
   qkvi_watch_places *places;  // NULL: everything is in memory; the job's while `looking`
   pthread_mutex_t lock;
@@ -186,7 +188,7 @@ static void serve(watcher *at, batch *all) {
   response.missed = first && at->missed;
   response.complete = ends;
   response.instance = at->hub->instance;
-  response.sequence = at->cursor - 1;
+  response.sequence = qkvi_watch_conceal(&at->hub->key, at->cursor - 1);
   uint8_t *packed = qkvi_watch_pack(&response, all->events, at->wants_ids ? &all->ids[0][0] : NULL, all->count,
                                     is_wanted, at, &bytes, &told);
   qkvi_watch_log_return(at->hub->log, all->events, all->count);
@@ -354,7 +356,7 @@ static void on_watch(qkv_rpc_call *call, qkv_bytes message) {
   if (status == QKV_OK) status = join(hub, at, &error);
   if (status == QKV_OK) {
     qkvi_watch_log_begin(hub->log, at->wants_ids);
-    at->cursor = request->after + 1;
+    at->cursor = qkvi_watch_reveal(&hub->key, request->after) + 1;
     at->sent_ms = qkv_now_ms() - HEARTBEAT_MS;  // something is sent at once
     if (request->instance != hub->instance || request->after == 0) begin_snapshot(at, false);
   }
@@ -408,6 +410,7 @@ qkvi_watch_hub *qkvi_watch_hub_create(qkv_store *store, qkv_executor *executor, 
   hub->watchers_max = watchers_max;
   hub->tenant_max = tenant_max;
   hub->instance = (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+  hub->key = qkvi_watch_key_create();
   hub->log = qkvi_watch_log_create(woken, hub);
   if (places) hub->places = qkvi_watch_places_create();
   int failed = pthread_mutex_init(&hub->lock, NULL);

@@ -177,6 +177,25 @@ def test_a_watch_goes_on_where_it_ended(stub, make_cache, watch):
     assert other.resets == 1 and len(other.pages) == 10 and keeper.resets == 1
 
 
+def test_sequences_do_not_count_changes(stub, make_cache, watch):
+    """They would tell a tenant how much others change: differences of what it is told have nothing to do with that."""
+    cache = make_cache(layers=1)
+    ids = prompt(64 * 20)
+    fill(cache, ids[:64])
+    router = watch(model=cache.model.name)
+    router.wait(lambda r: r.complete and len(r.pages) == 1)
+    told = [router.last.sequence]
+    for i in range(1, 20):
+        fill(cache, ids[64 * i:64 * i + 64], 64 * i)
+        router.wait(lambda r, known=i + 1: len(r.pages) == known)
+        told.append(router.last.sequence)
+    assert len(set(told)) == 20 and max(told) < 1 << 52
+    assert all(abs(b - a) > 1 << 20 for a, b in zip(told, told[1:])), told
+    again = watch(model=cache.model.name, instance=router.last.instance, after=1 << 63)  # none of its own
+    again.wait(lambda r: r.complete)
+    assert again.resets == 1 and len(again.pages) == 20
+
+
 def test_what_happened_while_nobody_watched_comes_with_a_snapshot(tmp_path):
     with Daemon() as daemon:
         stub = daemon.stub()
