@@ -193,13 +193,11 @@ static size_t rows_up_to(const table *all, const char *tenant) {
   return low;
 }
 
-size_t qkvi_quotas_list(qkvi_quotas *quotas, const char *after, size_t max, qkv_quota **out) {
+size_t qkvi_quotas_list(qkvi_quotas *quotas, const char *after, char names[QKVI_QUOTAS_AT_ONCE][QKV_NAME_MAX + 1]) {
   (void)pthread_mutex_lock(&quotas->lock);
   const size_t first = rows_up_to(&quotas->known, after), left = quotas->known.count - first;
-  const size_t count = left < max ? left : max;
-  *out = calloc(count + 1, sizeof **out);
-  assert(*out != NULL);
-  if (count > 0) memcpy(*out, quotas->known.rows + first, count * sizeof **out);
+  const size_t count = left < QKVI_QUOTAS_AT_ONCE ? left : QKVI_QUOTAS_AT_ONCE;
+  for (size_t i = 0; i < count; i++) memcpy(names[i], quotas->known.rows[first + i].tenant, sizeof names[i]);
   (void)pthread_mutex_unlock(&quotas->lock);
   return count;
 }

@@ -12,7 +12,7 @@
 
 typedef struct qkvi_quotas qkvi_quotas;
 
-enum { QKVI_QUOTAS_MAX = 65536 };  // lines
+enum { QKVI_QUOTAS_MAX = 65536, QKVI_QUOTAS_AT_ONCE = 256 };  // lines; of a list
 
 typedef struct qkvi_quotas_config {
   const char *path;  // NULL: there is no file, and no quota can be set
@@ -32,9 +32,9 @@ qkv_status qkvi_quotas_reload(qkvi_quotas *quotas, bool always, bool *changed, q
 // The tenant's quota, else that of "*", with the tenant's name and with the config's values where the file gives
 // none.
 void qkvi_quotas_get(qkvi_quotas *quotas, const char *tenant, qkv_quota *quota, bool *by_default);
-// Those of the file, in the order of tenants, "*" first: at most `max` of those behind `after` ("": of all). The
-// caller frees `*out`. Returns how many.
-size_t qkvi_quotas_list(qkvi_quotas *quotas, const char *after, size_t max, qkv_quota **out);
+// The tenants of the file, in order, "*" first: up to QKVI_QUOTAS_AT_ONCE of those behind `after` ("": of all), as
+// calls wait meanwhile. Returns how many.
+size_t qkvi_quotas_list(qkvi_quotas *quotas, const char *after, char names[QKVI_QUOTAS_AT_ONCE][QKV_NAME_MAX + 1]);
 
 // Replaces the tenant's quota; an empty one removes it. The file is durable with OK, and nothing has changed
 // otherwise. INVALID_ARGUMENT: qkv_quota_check, or the guarantees of all together exceed the limits.

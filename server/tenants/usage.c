@@ -1,7 +1,7 @@
 #include "server/tenants/usage.h"
 
 #include <assert.h>
-#include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -47,6 +47,19 @@ static void add_name(void *context, const char *tenant) {
   if (all->count / 2 >= all->max) sort_names(all);
 }
 
+static void add_quotas(qkvi_quotas *quotas, names *all) {
+  char tenants[QKVI_QUOTAS_AT_ONCE][QKV_NAME_MAX + 1], after[QKV_NAME_MAX + 1] = "";
+  size_t count = QKVI_QUOTAS_AT_ONCE;
+  (void)snprintf(after, sizeof after, "%s", all->after);
+  while (count == QKVI_QUOTAS_AT_ONCE && !is_behind(all, after)) {
+    count = qkvi_quotas_list(quotas, after, tenants);
+    for (size_t i = 0; i < count; i++) {
+      if (strcmp(tenants[i], QKV_QUOTA_DEFAULT) != 0) add_name(all, tenants[i]);
+    }
+    if (count > 0) memcpy(after, tenants[count - 1], sizeof after);
+  }
+}
+
 void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_usage *usage) {
   qkv_account_usage account;
   *usage = (qkvi_tenant_usage){0};
@@ -61,14 +74,8 @@ void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_
 
 size_t qkvi_tenant_usage_list(qkv_daemon *daemon, const char *after, size_t max, qkvi_tenant_usage **out) {
   names all = {.after = after, .max = max};
-  qkv_quota *quotas = NULL;
   assert(max > 0);
-  const size_t quotas_max = max < SIZE_MAX ? max + 1 : max;  // "*" among them
-  const size_t quota_count = qkvi_quotas_list(daemon->quotas, after, quotas_max, &quotas);
-  for (size_t i = 0; i < quota_count; i++) {
-    if (strcmp(quotas[i].tenant, QKV_QUOTA_DEFAULT) != 0) add_name(&all, quotas[i].tenant);
-  }
-  free(quotas);
+  add_quotas(daemon->quotas, &all);
   qkv_accounts_each(qkv_store_accounts(daemon->store), add_name, &all);
   qkv_rpc_server_each_tenant(daemon->rpc, add_name, &all);
   sort_names(&all);
