@@ -406,6 +406,15 @@ void qkv_store_each_model(qkv_store *store, const char *tenant,
   qkv_account_unref(&account);
 }
 
+size_t qkv_store_model_sessions(qkv_store *store, const char *tenant, const qkv_model *model) {
+  qkv_account *account = tenant == NULL ? NULL : qkv_accounts_join(store->accounts, tenant);
+  lock_to_read(store);
+  const size_t sessions = sessions_of((const model_entry *)model, account);
+  unlock(store);
+  qkv_account_unref(&account);
+  return sessions;
+}
+
 // ---- Sessions ----
 
 static qkv_session *find_session(const qkv_store *store, const char *tenant, const char *name) {
@@ -651,6 +660,13 @@ size_t qkv_store_match(qkv_store *store, const qkv_prefix_hash *root, const uint
     }
   }
   return count_out;
+}
+
+size_t qkv_store_sessions(qkv_store *store) {
+  lock_to_read(store);
+  const size_t sessions = store->sessions.count;
+  unlock(store);
+  return sessions;
 }
 
 qkv_store_stats qkv_store_read_stats(qkv_store *store) {

@@ -81,6 +81,10 @@ qkv_status qkv_store_own_model(qkv_store *store, const char *tenant, const char 
 // many sessions it has open with each; where that is NULL all, with the sessions of all.
 void qkv_store_each_model(qkv_store *store, const char *tenant,
                           bool (*fn)(void *context, const qkv_model *model, size_t sessions), void *context);
+// How many sessions the tenant has open with a model of the store; NULL: all tenants.
+size_t qkv_store_model_sessions(qkv_store *store, const char *tenant, const qkv_model *model);
+// Sessions that are open.
+size_t qkv_store_sessions(qkv_store *store);
 
 // The model is that of qkv_store_model for the config's tenant: NOT_FOUND. The session's name ALREADY_EXISTS;
 // "limit-sessions", "memory-budget" (for what a session takes when it is empty) and the tenant's account

@@ -222,7 +222,6 @@ static void on_register_model(qkv_rpc_call *call, qkv_bytes message) {
 // ---- GetModel and ListModels ----
 
 typedef struct listing {
-  const qkv_model *only;  // NULL: all are wanted
   struct entry {
     const qkv_model *model;
     size_t sessions;
@@ -232,7 +231,6 @@ typedef struct listing {
 
 static bool collect(void *context, const qkv_model *model, size_t sessions) {
   listing *list = context;
-  if (list->only != NULL && list->only != model) return true;
   if (list->count == list->capacity) {
     list->capacity = list->capacity * 2 + 16;
     list->entries = realloc(list->entries, list->capacity * sizeof *list->entries);
@@ -271,13 +269,9 @@ static const char *listed_tenant(const qkv_rpc_call *call) {
 
 static qkv_status get_model(const qkv_rpc_call *call, const char *name, struct entry *found, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
-  listing list = {0};
   QKV_TRY(qkv_name_check(name, "name", error));
-  QKV_TRY(qkv_store_model(daemon->store, qkvi_call_tenant(call), name, &list.only, error));
-  qkv_store_each_model(daemon->store, listed_tenant(call), collect, &list);
-  assert(list.count == 1);  // models stay, and stay visible
-  *found = list.entries[0];
-  free(list.entries);
+  QKV_TRY(qkv_store_model(daemon->store, qkvi_call_tenant(call), name, &found->model, error));
+  found->sessions = qkv_store_model_sessions(daemon->store, listed_tenant(call), found->model);
   return QKV_OK;
 }
 

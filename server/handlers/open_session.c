@@ -239,7 +239,7 @@ static void open_job(void *context) {
 static bool open_at_once(qkv_rpc_call *call, qkv_bytes message) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   qkv_error error = {0};
-  const bool full = qkv_store_read_stats(daemon->store).sessions >= (size_t)daemon->options->limit_sessions;
+  const bool full = qkv_store_sessions(daemon->store) >= (size_t)daemon->options->limit_sessions;
   if (daemon->residency != NULL || full || message.length > SMALL_REQUEST_MAX) return false;
   Qkv__V1__OpenSessionRequest *request = unpack_open(message, &error);
   if (request == NULL) {

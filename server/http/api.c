@@ -209,7 +209,7 @@ static void put_next(json_t *value, const qkv_session *session) {
 
 static json_t *session_page(qkv_store *store, const qkvi_http_query *query, const qkv_store_place *after) {
   const qkv_store_filter filter = {.tenant = query->tenant[0] == '\0' ? NULL : query->tenant, .after = after};
-  const size_t max = qkv_store_read_stats(store).sessions + 64;  // some may be opened meanwhile
+  const size_t max = qkv_store_sessions(store) + 64;  // some may be opened meanwhile
   qkv_session **sessions = calloc(max, sizeof *sessions);
   json_t *list = json_array(), *value = json_object();
   if (sessions == NULL) abort();

@@ -99,7 +99,7 @@ static qkvi_usage_row *take(sum *sums, size_t *count) {
 
 static void walk(qkv_store *store, qkvi_usage *usage) {
   sum *tenants = NULL, *models = NULL;
-  const size_t max = qkv_store_read_stats(store).sessions + 64;  // some may be opened meanwhile
+  const size_t max = qkv_store_sessions(store) + 64;  // some may be opened meanwhile
   qkv_session **sessions = calloc(max, sizeof *sessions);
   if (sessions == NULL) abort();
   const qkv_store_filter all = {0};

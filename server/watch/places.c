@@ -118,7 +118,7 @@ static void look_at_session(qkvi_watch_places *places, qkvi_watch_log *log, qkv_
 }
 
 void qkvi_watch_places_look(qkvi_watch_places *places, qkv_store *store, qkvi_watch_log *log) {
-  const size_t capacity = qkv_store_read_stats(store).sessions + 1;
+  const size_t capacity = qkv_store_sessions(store) + 1;
   qkv_session **listed = calloc(capacity, sizeof *listed);
   if (listed == NULL) abort();
   const size_t count = qkv_store_backed(store, listed, capacity);

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import tarfile
+import time
 
 import grpc
 import numpy as np
@@ -108,6 +109,26 @@ def test_the_tenant_is_that_of_the_call(daemon, name):
         register(stub, model, tenant="u")
     with refused(Code.INVALID_ARGUMENT, "model.tenant is u, the call's tenant is default"):
         register(daemon.stub(), model, tenant="u")
+
+
+def test_models_of_others_make_a_look_no_slower():
+    """GetModel is answered on a thread that reads requests: it walks over no other models."""
+    with Daemon("--limit-models", "10000") as daemon:
+        mine, other = Tenant(daemon.stub(), "mine"), Tenant(daemon.stub(), "other")
+        model = Cache(mine, "s", layers=1).model
+
+        def shortest():
+            times = []
+            for _ in range(200):
+                begin = time.perf_counter()
+                assert get(mine, model.name).sessions == 1
+                times.append(time.perf_counter() - begin)
+            return min(times)
+
+        alone = shortest()
+        for i in range(8000, 0, -1):
+            register(other, model, name=f"{i:04}")
+        assert any(shortest() < 3 * alone for _ in range(5))
 
 
 def test_clients_of_one_tenant_see_their_own(tmp_path):
