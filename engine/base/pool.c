@@ -123,10 +123,12 @@ static void *thread_main(void *context) {
   qkv_pool *pool = self->pool;
   (pool->config.yields ? qkv_yield_enable : qkv_yield_set_nice)(pool->config.nice);
   if (pool->config.pinned) (void)qkv_cpu_pin(self->worker - 1);
+  bool helped = false;  // since its last job
   pthread_mutex_lock(&pool->lock);
   pool->idle--;
   for (;;) {
-    pool_loop *loop = find_loop(pool);
+    // Threads that are not the pool's may start loop after loop: jobs go on between them.
+    pool_loop *loop = helped && qkv_fair_ready(pool->queue) ? NULL : find_loop(pool);
     if (loop != NULL && pool->config.yields) {
       yield(pool);
       loop = find_loop(pool);
@@ -134,8 +136,10 @@ static void *thread_main(void *context) {
     }
     if (loop != NULL) {
       help(pool, loop, self->worker);
+      helped = true;
     } else if (qkv_fair_ready(pool->queue)) {
       run_job(pool);
+      helped = false;
     } else if (pool->ending || !wait_for_work(pool)) {
       break;
     }

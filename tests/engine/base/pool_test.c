@@ -497,6 +497,62 @@ static void test_flows_that_wait_all_end(void **state) {
   }
 }
 
+typedef struct loop_state {
+  qkv_pool *pool;
+  qkv_loop_fn *run;
+  void *context;
+} loop_state;
+
+static void *run_loop_of_two(void *context) {
+  const loop_state *loop = context;
+  qkv_pool_loop(loop->pool, 2, loop->run, loop->context);
+  return NULL;
+}
+
+static void pass_gate_in_loop(void *context, size_t index, size_t worker) {
+  (void)index;
+  (void)worker;
+  pass_gate(context);
+}
+
+static void open_by_job(void *context) {
+  open_gate(context);
+}
+
+// As pass_gate; after 20 s it counts no arrivals any more.
+static void await_job(void *context, size_t index, size_t worker) {
+  (void)index;
+  (void)worker;
+  gate_state *gate = context;
+  struct timespec until;
+  (void)clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += 20;
+  pthread_mutex_lock(&gate->lock);
+  gate->arrived++;
+  pthread_cond_broadcast(&gate->changed);
+  while (!gate->open && pthread_cond_timedwait(&gate->changed, &gate->lock, &until) == 0) continue;
+  if (!gate->open) gate->arrived = -1;
+  pthread_mutex_unlock(&gate->lock);
+}
+
+// The pool's thread helps in a loop of another thread, and the next loop has begun before it ends.
+static void test_loops_of_others_leave_threads_to_jobs(void **state) {
+  (void)state;
+  qkv_pool *pool = pool_of(1, 1);
+  gate_state first = GATE_CLOSED, ran = GATE_CLOSED;
+  pthread_t threads[2];
+  loop_state loops[2] = {{pool, pass_gate_in_loop, &first}, {pool, await_job, &ran}};
+  assert_int_equal(pthread_create(&threads[0], NULL, run_loop_of_two, &loops[0]), 0);
+  await_arrivals(&first, 2);
+  assert_int_equal(qkv_pool_submit(pool, open_by_job, &ran), QKV_OK);
+  assert_int_equal(pthread_create(&threads[1], NULL, run_loop_of_two, &loops[1]), 0);
+  await_arrivals(&ran, 1);
+  open_gate(&first);
+  for (int i = 0; i < 2; i++) (void)pthread_join(threads[i], NULL);
+  assert_int_equal(ran.arrived, 2);
+  qkv_pool_destroy(&pool);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_loop_covers_each_index_once),
                                      cmocka_unit_test(test_loop_uses_idle_threads),
@@ -512,6 +568,7 @@ int main(void) {
                                      cmocka_unit_test(test_a_flood_leaves_others_their_share),
                                      cmocka_unit_test(test_a_flow_that_waits_leaves_threads),
                                      cmocka_unit_test(test_the_end_of_a_job_lets_two_start),
-                                     cmocka_unit_test(test_flows_that_wait_all_end)};
+                                     cmocka_unit_test(test_flows_that_wait_all_end),
+                                     cmocka_unit_test(test_loops_of_others_leave_threads_to_jobs)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
