@@ -7,6 +7,7 @@
 #include "engine/base/yield.h"
 #include "engine/cache/layer.h"
 #include "engine/cache/layer_internal.h"
+#include "engine/cache/layer_spill.h"
 
 // An append in four steps: everything is checked, then all of its memory is reserved, then its pages are coded,
 // unseen by readers, then they and the rows that stay exact become the layer's at once. From the second step on it
@@ -415,6 +416,7 @@ static void apply(const append *a, const append_plan *plan) {
     put_pages(layer, &work, pages, each);
     if (last) fill_tail(a, &work, a->end);
     if (last) free_spares(layer, &work);
+    if (last && plan->pages > 0) qkvi_layer_drop_unseen(layer);
     qkvi_layer_leave(layer, last);
     if (last) break;
   }

@@ -234,7 +234,7 @@ static void drop_unseen(const qkv_layer *layer, size_t at) {
   qkv_page_range *range = layer->ranges[at].range;
   size_t first, end;
   qkv_layer_range(layer, at, &first, &end);
-  if (qkvi_range_is_used_elsewhere(range) || !qkvi_range_seize(range)) return;
+  if (!atomic_load(&range->was_shared) || qkvi_range_is_used_elsewhere(range) || !qkvi_range_seize(range)) return;
   qkvi_range_lock(range);
   // A layer that has got the range from a trunk meanwhile waits to pin it, and may see them.
   if (!qkvi_range_is_used_elsewhere(range) && range->count > end - first)

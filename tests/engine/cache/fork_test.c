@@ -382,6 +382,25 @@ static void test_eviction_frees_what_no_layer_sees(void **state) {
   end(&w);
 }
 
+// A session in memory alone is never evicted.
+static void test_an_append_frees_what_no_layer_sees(void **state) {
+  (void)state;
+  world w;
+  begin(&w, 1);
+  holder *h = w.holders;
+  init_pair(&w, &h[0]);
+  append(&w, &h[0], 64 * 10);
+  fork_holder(&w, &h[0], 5 + 64 * 3);
+  const qkv_page_range *range = h[1].layer.ranges[0].range;
+  append(&w, &h[1], 64 * 2);
+  assert_int_equal(range->count, 9);  // the parent sees them
+  end_holder(&h[0]);
+  append(&w, &h[1], 64);
+  assert_int_equal(range->count, 3);
+  check(&w);
+  end(&w);
+}
+
 // A record is the session's that puts it: a page that was shared without one is put by each.
 static void test_records_of_pages_that_were_shared_early(void **state) {
   (void)state;
@@ -439,6 +458,7 @@ int main(void) {
       cmocka_unit_test(test_shared_memory_is_held_once),
       cmocka_unit_test(test_eviction_of_shared_pages),
       cmocka_unit_test(test_eviction_frees_what_no_layer_sees),
+      cmocka_unit_test(test_an_append_frees_what_no_layer_sees),
       cmocka_unit_test(test_records_of_pages_that_were_shared_early),
       cmocka_unit_test(test_demotion_is_ones_own),
   };
