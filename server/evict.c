@@ -58,13 +58,14 @@ static bool close_one(qkv_daemon *daemon, qkv_session *session, shortage *missin
   return true;
 }
 
-// Objects that were last used before the session, of the account where it is not NULL. Returns how many were deleted.
-static size_t close_objects(const qkv_daemon *daemon, const qkv_account *account, int64_t before_ms,
+// Objects that were last used before the session, of the account where it is not NULL, else of tenants above their
+// guaranteed part, or with `all` of any. Returns how many were deleted.
+static size_t close_objects(const qkv_daemon *daemon, const qkv_account *account, bool all, int64_t before_ms,
                             shortage *missing) {
   size_t places = 0;
   if (missing->bytes > 0)
     missing->bytes =
-        beyond(missing->bytes, qkvi_objects_evict(daemon->objects, account, before_ms, missing->bytes, &places));
+        beyond(missing->bytes, qkvi_objects_evict(daemon->objects, account, all, before_ms, missing->bytes, &places));
   return places;
 }
 
@@ -78,12 +79,12 @@ static size_t close_own(qkv_daemon *daemon, const qkv_account *account, const qk
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EVICTABLE);
     if (session == NULL) break;
     if (session != but && qkv_session_account(session) == account && qkv_session_may_go(session)) {
-      closed += close_objects(daemon, account, qkv_session_last_used_ms(session), missing);
+      closed += close_objects(daemon, account, true, qkv_session_last_used_ms(session), missing);
       if (!is_met(missing)) closed += close_one(daemon, session, missing);
     }
     qkv_session_unref(&session);
   }
-  closed += close_objects(daemon, account, INT64_MAX, missing);
+  closed += close_objects(daemon, account, true, INT64_MAX, missing);
   qkv_recency_end(recency, QKV_RECENCY_EVICTABLE);
   return closed;
 }
@@ -99,12 +100,12 @@ static size_t close_some(qkv_daemon *daemon, bool all, const qkv_session *but, s
     if (session == NULL) break;
     const bool asked = all || qkv_account_is_over(qkv_session_account(session));
     if (session != but && asked && qkv_session_may_go(session)) {
-      closed += close_objects(daemon, NULL, qkv_session_last_used_ms(session), missing);
+      closed += close_objects(daemon, NULL, all, qkv_session_last_used_ms(session), missing);
       if (!is_met(missing)) closed += close_one(daemon, session, missing);
     }
     qkv_session_unref(&session);
   }
-  closed += close_objects(daemon, NULL, INT64_MAX, missing);
+  closed += close_objects(daemon, NULL, all, INT64_MAX, missing);
   qkv_recency_end(recency, QKV_RECENCY_EVICTABLE);
   return closed;
 }

@@ -163,8 +163,14 @@ static uint64_t host_bytes(const qkv_account *account) {
   return memory.bytes_used + memory.bytes_reserved;
 }
 
+uint64_t qkv_account_excess(const qkv_account *account) {
+  const uint64_t bytes = host_bytes(account),
+                 guaranteed = atomic_load_explicit(&account->host_guaranteed, memory_order_relaxed);
+  return bytes > guaranteed ? bytes - guaranteed : 0;
+}
+
 bool qkv_account_is_over(const qkv_account *account) {
-  return host_bytes(account) > atomic_load_explicit(&account->host_guaranteed, memory_order_relaxed);
+  return qkv_account_excess(account) > 0;
 }
 
 bool qkv_account_is_over_ssd(const qkv_account *account) {

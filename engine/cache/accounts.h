@@ -47,7 +47,8 @@ qkv_arena *qkv_account_arena(const qkv_account *account);
 qkv_account *qkv_account_of(const qkv_arena *arena);
 const char *qkv_account_tenant(const qkv_account *account);
 
-// Whether it has more than its guaranteed part of memory, or of the SSD.
+// What it has of memory beyond its guaranteed part; whether it has more than that of memory, or of the SSD.
+uint64_t qkv_account_excess(const qkv_account *account);
 bool qkv_account_is_over(const qkv_account *account);
 bool qkv_account_is_over_ssd(const qkv_account *account);
 

@@ -433,15 +433,23 @@ static uint64_t spill_object(qkvi_objects *objects, qkvi_object *object, uint64_
   return freed;
 }
 
-uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes) {
+// The bytes of memory that may be taken from an object's tenant.
+static uint64_t may_take(const qkvi_object *object, const qkv_account *account, bool all) {
+  if (account != NULL) return object->account == account ? UINT64_MAX : 0;
+  return all ? UINT64_MAX : qkv_account_excess(object->account);
+}
+
+uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, bool all, int64_t before_ms,
+                            uint64_t bytes) {
   uint64_t freed = 0;
   if (objects == NULL) return 0;
   qkvi_objects_lock(objects);
   while (freed < bytes) {
     qkvi_object *at = next_warm(objects, QKVI_PASS_SPILL, before_ms);
     if (at == NULL) break;
-    if (at->number == 0 || (account != NULL && at->account != account)) continue;
-    freed += spill_object(objects, at, bytes - freed);
+    const uint64_t most = may_take(at, account, all), wanted = bytes - freed;
+    if (at->number == 0 || most == 0) continue;
+    freed += spill_object(objects, at, wanted < most ? wanted : most);
     if (freed >= bytes && at->prev_warm != NULL) objects->cursors[QKVI_PASS_SPILL] = at;  // some of it is left
   }
   update_gauges(objects);
@@ -449,15 +457,15 @@ uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, i
   return freed;
 }
 
-uint64_t qkvi_objects_evict(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes,
-                            size_t *places) {
+uint64_t qkvi_objects_evict(qkvi_objects *objects, const qkv_account *account, bool all, int64_t before_ms,
+                            uint64_t bytes, size_t *places) {
   uint64_t freed = 0;
   *places = 0;
   qkvi_objects_lock(objects);
   while (freed < bytes) {
     qkvi_object *at = next_warm(objects, QKVI_PASS_EVICT, before_ms);
     if (at == NULL) break;
-    if (!at->listed || !at->config.evictable || (account != NULL && at->account != account)) continue;
+    if (!at->listed || !at->config.evictable || may_take(at, account, all) == 0) continue;
     freed += at->in_memory;
     qkvi_objects_drop(objects, at, NULL, NULL);
     ++*places;

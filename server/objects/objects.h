@@ -117,11 +117,13 @@ typedef enum qkvi_objects_pass { QKVI_PASS_SPILL, QKVI_PASS_EVICT, QKVI_PASSES }
 // `objects` may be NULL.
 void qkvi_objects_begin_pass(qkvi_objects *objects, qkvi_objects_pass pass);
 // QKVI_PASS_SPILL: durable parts of objects last used before `before_ms` (monotonic) leave memory, until `bytes` are
-// free. Returns the bytes freed. `objects` may be NULL. `account` not NULL: only objects of that account.
-uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes);
+// free. Returns the bytes freed. `objects` may be NULL. `account` not NULL: only objects of that account; else those
+// of tenants that have more than their guaranteed part, or with `all` of any.
+uint64_t qkvi_objects_spill(qkvi_objects *objects, const qkv_account *account, bool all, int64_t before_ms,
+                            uint64_t bytes);
 // QKVI_PASS_EVICT: the same by deleting objects that may be evicted; `*places` is how many were deleted.
-uint64_t qkvi_objects_evict(qkvi_objects *objects, const qkv_account *account, int64_t before_ms, uint64_t bytes,
-                            size_t *places);
+uint64_t qkvi_objects_evict(qkvi_objects *objects, const qkv_account *account, bool all, int64_t before_ms,
+                            uint64_t bytes, size_t *places);
 
 typedef struct qkvi_objects_expulsion {
   const qkv_account *account;  // one object of this tenant; NULL: as many as make some headroom, of any

@@ -70,7 +70,7 @@ static void evict(qkvi_residency *residency, const qkv_account *account, uint64_
   (void)look_at_own(qkv_store_recency(residency->store), account, QKV_RECENCY_CODED, evict_one, &on);
   qkvi_objects_begin_pass(residency->objects, QKVI_PASS_SPILL);
   const uint64_t left = taken(account);
-  if (left > target) on.freed += qkvi_objects_spill(residency->objects, account, INT64_MAX, left - target);
+  if (left > target) on.freed += qkvi_objects_spill(residency->objects, account, true, INT64_MAX, left - target);
   qkv_recency_end(qkv_store_recency(residency->store), QKV_RECENCY_CODED);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)on.freed);
 }

@@ -13,18 +13,18 @@
 enum { IDLE_MS = 250, EXPEL_IDLE_MS = 1000 };
 
 // Spills objects that were last used before.
-static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, int64_t before_ms) {
+static uint64_t spill_objects(qkvi_residency *residency, uint64_t target, bool all, int64_t before_ms) {
   const uint64_t taken = qkvi_budget_taken(residency);
-  return taken > target ? qkvi_objects_spill(residency->objects, NULL, before_ms, taken - target) : 0;
+  return taken > target ? qkvi_objects_spill(residency->objects, NULL, all, before_ms, taken - target) : 0;
 }
 
-// Whether the session's tenant has more than its guaranteed part of memory.
-static bool is_over(const qkv_session *session) {
+// What the session's tenant has of memory beyond its guaranteed part.
+static uint64_t excess_of(const qkv_session *session) {
   const qkv_account *account = qkv_session_account(session);
-  return account == NULL || qkv_account_is_over(account);
+  return account == NULL ? UINT64_MAX : qkv_account_excess(account);
 }
 
-// One pass at a time: other threads wait for its end. Sessions of tenants above their part, or with `all` of any.
+// One pass at a time: other threads wait for its end. From tenants what is above their part, or with `all` anything.
 static uint64_t run(qkvi_residency *residency, uint64_t target, bool wait, bool all) {
   qkv_recency *recency = qkv_store_recency(residency->store);
   uint64_t freed = 0, taken;
@@ -33,19 +33,17 @@ static uint64_t run(qkvi_residency *residency, uint64_t target, bool wait, bool 
   while (qkvi_budget_taken(residency) > target) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_CODED);
     if (session == NULL) break;
-    if (!all && !is_over(session)) {
-      qkv_session_unref(&session);
-      continue;
-    }
-    freed += spill_objects(residency, target, qkv_session_last_used_ms(session));
+    if (all || excess_of(session) > 0)
+      freed += spill_objects(residency, target, all, qkv_session_last_used_ms(session));
     taken = qkvi_budget_taken(residency);
-    if (taken > target) {
+    const uint64_t most = all ? UINT64_MAX : excess_of(session);
+    if (taken > target && most > 0) {
       qkv_metric_add(&residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
-      freed += qkv_session_evict(session, taken - target, wait);
+      freed += qkv_session_evict(session, taken - target < most ? taken - target : most, wait);
     }
     qkv_session_unref(&session);
   }
-  freed += spill_objects(residency, target, INT64_MAX);
+  freed += spill_objects(residency, target, all, INT64_MAX);
   qkv_recency_end(recency, QKV_RECENCY_CODED);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)freed);
   return freed;

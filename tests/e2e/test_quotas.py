@@ -43,6 +43,12 @@ def open_more(stub, cache, name):
     return stub.OpenSession(kv.OpenSessionRequest(session=name, model=cache.model.name), timeout=TIMEOUT)
 
 
+def put_object(stub, name, value, **fields):
+    begin = objects_pb2.ObjectInfo(object=name, bytes=len(value), **fields)
+    stub.PutObjects(iter([objects_pb2.PutObjectsRequest(pieces=[objects_pb2.PutPiece(begin=begin, replace=True, data=value)])]),
+                    timeout=TIMEOUT)
+
+
 @pytest.fixture
 def quotas(tmp_path):
     path = tmp_path / "quotas"
@@ -454,27 +460,6 @@ def test_items_of_a_call_wait_for_the_ssd_together(tmp_path):
         Admin(daemon).set("a", ssd_bytes=64 * MIB)
 
 
-def test_what_is_guaranteed_stays(tmp_path):
-    """Another tenant's appends take memory from what is not guaranteed, though it was used later."""
-    quotas = tmp_path / "quotas"
-    quotas.write_text("safe host_bytes_guaranteed=16MiB\n")
-    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--memory-budget", "64MiB",
-                "--memory-high", "1", "--calibrate-tokens", "0") as daemon:
-        admin = Admin(daemon)
-        safe = Cache(Tenant(daemon.stub(), "safe"), "s", layers=1, recent_window=0)
-        for position in range(0, 32768, 8192):
-            safe.append(position, *safe.rows(8192))
-        before = admin.usage("safe").host_bytes
-        flood = 0
-        while daemon.metric("qkvd_storage_evicted_bytes_total") == 0 and flood < 200:
-            cache = Cache(Tenant(daemon.stub(), "flood"), f"f{flood}", layers=1, recent_window=0)
-            for position in range(0, 32768, 8192):
-                cache.append(position, *cache.rows(8192))
-            flood += 1
-        assert daemon.metric("qkvd_storage_evicted_bytes_total") > 0
-        assert before > MIB and admin.usage("safe").host_bytes == before
-
-
 @pytest.mark.parametrize("tokens", [64, 1024], ids=["small", "bulk"])
 def test_a_tenant_that_evicts_leaves_threads(tmp_path, tokens):
     """In memory, appends of a tenant at its quota close sessions that an attend of its still reads, and wait for their memory:
@@ -585,12 +570,6 @@ def test_objects_that_may_go_make_place_for_their_tenant(tmp_path, data_dir):
 # ---- The SSD, and kill -9 ----
 
 
-def put_object(stub, name, value, durability=0):
-    begin = objects_pb2.ObjectInfo(object=name, bytes=len(value), durability=durability)
-    stub.PutObjects(iter([objects_pb2.PutObjectsRequest(pieces=[objects_pb2.PutPiece(begin=begin, replace=True, data=value)])]),
-                    timeout=TIMEOUT)
-
-
 def test_objects_count_on_the_ssd(tmp_path):
     """A tenant at its ceiling loses the object that it has not used for longest; the count is the same after a crash."""
     quotas = tmp_path / "quotas"
@@ -601,7 +580,7 @@ def test_objects_count_on_the_ssd(tmp_path):
         stub = Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "a")
         put_object(Tenant(objects_pb2_grpc.ObjectsStub(daemon.channel()), "b"), "o0", b"b" * 2 * MIB)
         for i in range(6):
-            put_object(stub, f"o{i}", bytes([i]) * (2 * MIB), kv.DURABILITY_SYNC)
+            put_object(stub, f"o{i}", bytes([i]) * (2 * MIB), durability=kv.DURABILITY_SYNC)
             assert 2 * MIB <= admin.usage("a").ssd_bytes <= 8 * MIB
         assert admin.usage("b").ssd_bytes == 2 * MIB
         assert "quota ssd_bytes is full, an object was deleted" in daemon.log_text()
