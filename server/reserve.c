@@ -7,7 +7,7 @@
 static qkv_status reserve_waiting(const qkv_rpc_call *call, qkv_account *account, uint64_t bytes, qkv_error *error) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   uint64_t reservation = 0;
-  QKV_TRY(qkvi_account_headroom(daemon->residency, call, account, bytes, error));
+  QKV_TRY(qkvi_account_headroom(daemon->residency, call, account, bytes, 0, error));
   QKV_TRY(qkvi_budget_reserve(daemon->residency, call, bytes, 0, &reservation, error));
   const qkv_status status = qkv_arena_reserve_in(qkv_account_arena(account), &reservation, bytes, error);
   qkvi_budget_unreserve(daemon->residency, &reservation);

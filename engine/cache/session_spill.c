@@ -118,6 +118,14 @@ void qkv_session_unpin(qkv_session *session, uint32_t layer) {
   if (before == 1) qkvi_session_keep(session, layer);
 }
 
+bool qkv_session_has_pins(qkv_session *session) {
+  if (!qkvi_session_has_layers(session)) return false;
+  for (uint32_t i = 0; i < qkv_session_model(session)->layers; i++) {
+    if (atomic_load(qkvi_session_pins(session, i)) > 0) return true;
+  }
+  return false;
+}
+
 static uint64_t first_append_cost(qkv_session *session, uint32_t index, uint64_t end) {
   qkv_layer layer;
   if (qkv_session_is_folded(session)) return qkv_session_unfold_cost(session);  // its layers could not be made

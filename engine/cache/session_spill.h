@@ -60,6 +60,8 @@ uint32_t qkv_session_turns(const qkv_session *session);
 // Counted, separately from the owner's pin (qkv_session_set_pinned). Waits for the layer.
 void qkv_session_pin(qkv_session *session, uint32_t layer);
 void qkv_session_unpin(qkv_session *session, uint32_t layer);
+// Whether any layer is pinned so. Never waits.
+bool qkv_session_has_pins(qkv_session *session);
 
 // As qkv_layer_append_cost. The layer is below the model's (asserted), here and in what follows.
 uint64_t qkv_session_append_cost(qkv_session *session, uint32_t layer, uint64_t end);

@@ -54,7 +54,7 @@ static qkv_status fork_in_memory(const qkv_rpc_call *call, qkv_session *parent, 
   const uint64_t cost = qkv_session_fork_cost(config, qkv_session_model(parent));
   qkv_status status = qkv_store_fork(daemon->store, parent, config, positions, child, &refused);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
-      qkvi_account_headroom(daemon->residency, call, qkv_session_account(parent), cost, NULL) == QKV_OK &&
+      qkvi_account_headroom(daemon->residency, call, qkv_session_account(parent), cost, 0, NULL) == QKV_OK &&
       qkvi_budget_reserve(daemon->residency, call, cost, 0, &reservation, NULL) == QKV_OK) {
     refused = (qkv_error){0};
     config->headroom = &reservation;

@@ -106,7 +106,7 @@ static qkv_status open_on_account(const qkv_rpc_call *call, qkv_account *account
   if (status == QKV_RESOURCE_EXHAUSTED && (waits & QKVI_WAIT_MEMORY) == 0) return QKV_UNAVAILABLE;
   if (status == QKV_RESOURCE_EXHAUSTED) cost += qkv_store_coders_cost(daemon->store, config, model);
   if (status == QKV_RESOURCE_EXHAUSTED && daemon->residency != NULL &&
-      qkvi_account_headroom(daemon->residency, call, account, cost, NULL) == QKV_OK &&
+      qkvi_account_headroom(daemon->residency, call, account, cost, 0, NULL) == QKV_OK &&
       qkvi_budget_reserve(daemon->residency, call, cost, 0, &headroom, NULL) == QKV_OK) {
     refused = (qkv_error){0};
     config->headroom = &headroom;

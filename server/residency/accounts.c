@@ -52,6 +52,7 @@ typedef struct eviction {
   const qkv_account *account;
   uint64_t target, freed;  // bytes
   bool wait;
+  bool held;  // a thread holds a layer of a session
 } eviction;
 
 static bool evict_one(void *context, qkv_session *session) {
@@ -60,11 +61,13 @@ static bool evict_one(void *context, qkv_session *session) {
   if (now <= on->target) return false;
   qkv_metric_add(&on->residency->metrics[QKV_METRIC_EVICTION_LOOKS], 1);
   on->freed += qkv_session_evict(session, now - on->target, on->wait);
+  on->held |= qkv_session_has_pins(session);
   return true;
 }
 
-// Down to `target` bytes, a little more than is asked for, so that the next append need not evict.
-static void evict(qkvi_residency *residency, const qkv_account *account, uint64_t target, bool wait) {
+// Down to `target` bytes, a little more than is asked for, so that the next append need not evict. Whether a thread
+// holds layers that could leave else.
+static bool evict(qkvi_residency *residency, const qkv_account *account, uint64_t target, bool wait) {
   eviction on = {.residency = residency, .account = account, .target = target, .wait = wait};
   qkv_recency_begin(qkv_store_recency(residency->store), QKV_RECENCY_CODED);  // a pass of objects is part of it
   (void)look_at_own(qkv_store_recency(residency->store), account, QKV_RECENCY_CODED, evict_one, &on);
@@ -73,17 +76,20 @@ static void evict(qkvi_residency *residency, const qkv_account *account, uint64_
   if (left > target) on.freed += qkvi_objects_spill(residency->objects, account, true, INT64_MAX, left - target);
   qkv_recency_end(qkv_store_recency(residency->store), QKV_RECENCY_CODED);
   qkv_metric_add(&residency->metrics[QKV_METRIC_SPILL_EVICTED_BYTES], (int64_t)on.freed);
+  return on.held;
 }
 
 typedef struct sealing {
   qkvi_residency *residency;
-  bool later;  // more can be evicted soon
+  uint64_t bytes, sealed;  // that are missing, and that have been coded
+  bool later;              // more can be evicted soon
 } sealing;
 
-// Exact rows of sessions that are not in use become pages, which can be evicted; rows that stayed exact are not
-// retried.
+// Exact rows of sessions that are not in use become pages, which can be evicted, as many as are missing; rows that
+// stayed exact are not retried.
 static bool seal_one(void *context, qkv_session *session) {
   sealing *on = context;
+  if (on->sealed >= on->bytes) return false;
   const uint64_t before = qkv_session_bytes_exact(session);
   if (before == 0 || qkv_session_is_pinned(session)) return true;
   const bool idle = qkv_now_ms() - qkv_session_last_used_ms(session) >= IDLE_MS;
@@ -91,6 +97,7 @@ static bool seal_one(void *context, qkv_session *session) {
   const uint64_t after = qkv_session_bytes_exact(session);
   if (status == QKV_OK) qkv_recency_give_up(qkv_store_recency(on->residency->store), session, after);
   on->later |= status == QKV_UNAVAILABLE || after < before;
+  if (after < before) on->sealed += before - after;
   return true;
 }
 
@@ -112,7 +119,7 @@ static bool fits(const qkv_account *account, uint64_t bytes) {
 }
 
 qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *call, qkv_account *account,
-                                 uint64_t bytes, qkv_error *error) {
+                                 uint64_t bytes, size_t held, qkv_error *error) {
   if (account == NULL || fits(account, bytes)) return QKV_OK;
   const int64_t until = qkvi_memory_until_ms(call);
   uint64_t seen = qkvi_progress_count(residency);
@@ -124,9 +131,10 @@ qkv_status qkvi_account_headroom(qkvi_residency *residency, const qkv_rpc_call *
     const bool settled = each_own(residency, account, QKV_RECENCY_UNSETTLED, settle_one, NULL);
     const bool pending =
         !qkvi_objects_settle(residency->objects) || !settled;  // before, as what is written meanwhile can be evicted
-    evict(residency, account, target, waited);
+    const bool later = evict(residency, account, target, waited) && held == 0;
     if (fits(account, bytes)) break;
-    sealing on = {.residency = residency, .later = pending || !waited};
+    const uint64_t now = taken(account), left = most - bytes;
+    sealing on = {.residency = residency, .bytes = now > left ? now - left : 1, .later = pending || later || !waited};
     (void)each_own(residency, account, QKV_RECENCY_EXACT, seal_one, &on);
     waited = true;
     if (!on.later || qkvi_write_back_failure(residency) != QKV_OK || qkv_now_ms() > until)

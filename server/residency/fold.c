@@ -108,7 +108,7 @@ static qkv_status unfold(qkvi_residency *residency, const qkv_rpc_call *call, qk
                          qkv_error *error) {
   const uint64_t cost = qkv_session_unfold_cost(session);
   uint64_t reservation = 0;
-  QKV_TRY(qkvi_account_headroom(residency, call, qkv_session_account(session), cost, error));
+  QKV_TRY(qkvi_account_headroom(residency, call, qkv_session_account(session), cost, 0, error));
   QKV_TRY(qkvi_budget_reserve(residency, call, cost, 0, &reservation, error));
   const qkv_status status = qkv_session_unfold(session, &reservation, error);
   qkvi_budget_unreserve(residency, &reservation);

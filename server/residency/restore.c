@@ -333,23 +333,29 @@ static qkv_status reserve_and_hold(restoring *all, qkv_error *error) {
   if (all->wanted.extra == 0 && hold_complete(all)) return QKV_OK;
   QKV_TRY(check_size(all, missing_bytes(&all->wanted), error));
   QKV_TRY(qkvi_account_headroom(all->residency, all->wanted.call, qkv_session_account(all->wanted.session),
-                                missing_bytes(&all->wanted) + all->wanted.extra, error));
+                                missing_bytes(&all->wanted) + all->wanted.extra, all->wanted.held, error));
   QKV_TRY(qkvi_turn_begin(&turn, all->residency, all->wanted.call, all->wanted.held, error));
   const qkv_status status = hold_in_turn(all, &turn, error);
   qkvi_turn_end(&turn);
   return status;
 }
 
-// Pages that were demoted meanwhile need another try.
+// Pages that were demoted meanwhile need another try, and so does memory below a tenant's quota, which is not
+// reserved: others of the tenant may have taken it.
 static qkv_status restore(restoring *all, qkv_error *error) {
   const qkvi_wanted *wanted = &all->wanted;
-  for (int i = 0; i < TRIES; i++) {
+  const int64_t until = qkvi_memory_until_ms(wanted->call);
+  for (int i = 0; i < TRIES || qkv_now_ms() < until; i++) {
     *error = (qkv_error){0};
     QKV_TRY(reserve_and_hold(all, error));
     const qkv_status status = restore_chunks(all, error);
     if (status == QKV_OK && all->reservation >= wanted->extra) return QKV_OK;
     let_go(all);
     if (status != QKV_OK && status != QKV_RESOURCE_EXHAUSTED) return status;
+    *error = (qkv_error){0};
+    if (qkvi_client_is_gone(wanted->call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
+    const uint64_t seen = qkvi_progress_count(all->residency);
+    if (i > 0) (void)qkvi_call_await(all->residency, wanted->call, QKV_RPC_WAIT_MEMORY, seen);
   }
   return fail_unstable(wanted, error);
 }

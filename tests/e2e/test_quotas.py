@@ -390,6 +390,23 @@ def test_a_tenant_at_its_ceiling_uses_the_ssd(tmp_path):
         assert admin.usage("b").host_bytes == before
 
 
+def test_no_more_rows_are_coded_than_memory_is_needed(tmp_path):
+    """At its ceiling a tenant has exact rows of idle sessions alone: those of the longest unused make way, not all."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("* sessions=20\n")
+    with Daemon("--quota-file", str(quotas), "--data-dir", str(tmp_path / "data"), "--calibrate-tokens", "0") as daemon:
+        admin, stub = Admin(daemon), Tenant(daemon.stub(), "a")
+        shape = {"layers": 1, "kv_heads": 2, "q_heads": 2, "key_dim": 64, "value_dim": 64, "recent_window": 4096}
+        caches = [Cache(stub, f"s{i}", seed=i, **shape) for i in range(9)]
+        for cache in caches[:8]:
+            cache.append(0, *cache.rows(1024))
+        wait_for(lambda: time.time() * 1000 - caches[7].info().last_used_unix_ms > 500, "the sessions to be idle")
+        admin.set("a", host_bytes=admin.usage("a").host_bytes + 4096)
+        caches[8].append(0, *caches[8].rows(256))
+        assert [cache.info().tokens_exact for cache in caches[4:]] == [1024] * 4 + [256]
+        assert caches[0].info().tokens_exact == 0
+
+
 def test_a_tenant_at_its_ceiling_on_the_ssd_loses_its_oldest(tmp_path):
     quotas = tmp_path / "quotas"
     quotas.write_text("a ssd_bytes=1MiB\n")
