@@ -104,6 +104,7 @@ static void begin_check(qkvi_attend_call *state) {
   state->part_count = state->request.count;
   state->next = state->next_sync = 0;
   state->cost = 0;
+  state->begun = false;
   state->turn = 0;
   state->block_bytes = 0;
   for (size_t i = 0; i < state->part_count; i++)
@@ -323,18 +324,20 @@ static bool is_decode(const qkvi_attend_call *state) {
 }
 
 static void submit(qkvi_attend_call *state, qkvi_waits waits) {
-  (is_decode(state) ? qkvi_job_submit_urgent : qkvi_job_submit)(state->call, waits, serve_job, state);
+  const qkv_share share = {.urgent = is_decode(state), .again = state->checked && state->begun};
+  qkvi_job_submit_as(state->call, waits, share, serve_job, state);
 }
 
 // A stopped request goes on in a job that may wait for it, unless its client has gone; one with queries left when
 // other jobs have had their turn. The call may be over, and `state` freed, when this returns.
 static void serve(qkvi_attend_call *state) {
+  const qkv_work here = qkvi_work_of(state->waits, false);
   for (bool more = true; more;) {
     if (!append(state) || !sync_parts(state) || !qkvi_attend_turn(state, &more)) {
       if (qkvi_job_wanted(state->call)) submit(state, state->waits);
       return;
     }
-    if (more && qkvi_job_yield(state->call, state->waits, is_decode(state), serve_job, state)) return;
+    if (more && qkvi_job_yield(state->call, here, state->waits, is_decode(state), serve_job, state)) return;
     if (more && !qkvi_job_wanted(state->call)) return;
   }
   answer(state);

@@ -7,6 +7,7 @@
 
 #include "engine/cache/attend.h"
 #include "server/daemon.h"
+#include "server/handlers/attend_pieces.h"
 #include "server/handlers/block.h"
 #include "server/handlers/items.h"
 #include "server/handlers/jobs.h"
@@ -23,7 +24,9 @@ typedef struct qkvi_attend_part {
   size_t out, lse;       // bytes into the block
   size_t attend;         // its place in `attends`, in this turn
   uint64_t begin, end;   // positions that it still reads
-  bool cold, held;       // not all of them are in memory; restored pages stay
+  uint64_t turn_end;     // of those of this turn
+  bool cold, held;       // not all of these are in memory; restored pages stay
+  qkvi_pieces *pieces;   // where what is left does not fit into memory at once; else NULL
 } qkvi_attend_part;
 
 typedef struct qkvi_attend_call {
@@ -42,7 +45,9 @@ typedef struct qkvi_attend_call {
   size_t next;                 // part to append
   size_t next_sync;            // part whose rows are to be durable
   double cost;                 // of all attends
+  bool begun;                  // there was a turn
   uint64_t turn;               // cost of a turn; 0: none has begun
+  uint64_t back_ns;            // in this turn: how long pages took to come back
   uint64_t block_bytes;        // of all outs and LSEs
   qkvi_response_block *block;  // of block_bytes; NULL without attends
   qkvi_region *into;           // where the block is copied to; NULL: the answer refers to it

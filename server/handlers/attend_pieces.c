@@ -9,87 +9,106 @@
 #include "server/daemon.h"
 #include "server/residency/restore.h"
 
-// A piece takes this part of the budget at most, so that several requests fit concurrently.
+// A piece takes this part of the budget at most, or of the tenant's quota, so that several requests fit concurrently.
 enum { BUDGET_PART = 8, TRIES = 8 };
 
-typedef struct pieces {
-  qkvi_pieces wanted;
+struct qkvi_pieces {
+  qkvi_pieces_config config;
   qkvi_residency *residency;
-  const qkv_attend *request;
-  float *out, *lse;  // of one piece
-  uint64_t bytes;    // of a piece, at most
-} pieces;
+  qkv_attend request;
+  float *out, *lse;  // of a piece
+  uint64_t step;     // tokens of a piece
+  uint64_t at;       // where the piece begins
+  uint64_t first;    // query of it that is next
+  int tries;         // that have not attended any
+};
+
+static uint64_t memory_of(const qkvi_pieces *all) {
+  const qkv_account *account = qkv_session_account(all->config.session);
+  const uint64_t budget = qkvi_budget_limit(all->residency),
+                 quota = account == NULL ? 0 : qkv_account_read(account).limits.host_bytes;
+  return quota != 0 && quota < budget ? quota : budget;
+}
 
 // Tokens of a piece, whole pages, by the average size of the layer's pages.
-static uint64_t piece_tokens(const pieces *all) {
+static uint64_t piece_tokens(const qkvi_pieces *all) {
   const qkv_layer *layer;
   uint64_t sealed = 0, bytes = 0;
-  if (qkv_session_read(all->wanted.session, all->wanted.layer, &layer, NULL) == QKV_OK) {
+  if (qkv_session_read(all->config.session, all->config.layer, &layer, NULL) == QKV_OK) {
     sealed = layer->sealed - layer->config.first_position;
     bytes = qkv_layer_read_usage(layer).bytes_stored;
-    qkv_session_read_done(all->wanted.session, all->wanted.layer);
+    qkv_session_read_done(all->config.session, all->config.layer);
   }
   const uint64_t page = sealed < QKV_PAGE_TOKENS ? bytes : bytes / (sealed / QKV_PAGE_TOKENS);
-  const uint64_t pages = all->bytes / (page + 1);
+  const uint64_t pages = memory_of(all) / BUDGET_PART / (page + 1);
   return (pages > 0 ? pages : 1) * QKV_PAGE_TOKENS;
+}
+
+static size_t rows_of(const qkvi_pieces *all) {
+  return (size_t)all->request.q.dims[0] * qkv_session_model(all->config.session)->q_heads;
+}
+
+qkvi_pieces *qkvi_pieces_create(const qkvi_pieces_config *config, const qkv_attend *request) {
+  qkvi_pieces *all = calloc(1, sizeof *all);
+  if (all == NULL) abort();
+  const qkv_daemon *daemon = qkv_rpc_context(config->call);
+  *all = (qkvi_pieces){.config = *config, .residency = daemon->residency, .request = *request, .at = config->begin};
+  const size_t rows = rows_of(all), dim = qkv_session_model(config->session)->value_dim;
+  all->out = calloc(rows, (dim + 1) * sizeof *all->out);  // and a row's LSE
+  if (all->out == NULL) abort();
+  all->lse = all->out + rows * dim;
+  memset(request->out, 0, rows * dim * sizeof *request->out);
+  for (size_t i = 0; i < rows; i++) request->lse[i] = -INFINITY;
+  all->step = piece_tokens(all);
+  return all;
+}
+
+void qkvi_pieces_destroy(qkvi_pieces **pieces) {
+  qkvi_pieces *all = *pieces;
+  if (all == NULL) return;
+  *pieces = NULL;
+  free(all->out);
+  free(all);
+}
+
+const qkv_attend *qkvi_pieces_request(const qkvi_pieces *pieces) {
+  return &pieces->request;
 }
 
 qkv_status qkvi_attend_was_cut(qkv_error *error) {
   return qkv_fail(error, QKV_FAILED_PRECONDITION, "session was truncated during the attend");
 }
 
-// A turn of the queries from `*first` on, which it moves forward. False in *held where a page was evicted again,
-// which only a concurrent truncation and appends can cause.
-static qkv_status run_turn(const pieces *all, qkv_attend *piece, uint64_t *first, bool *held, qkv_error *error) {
-  const qkvi_pieces *wanted = &all->wanted;
+static uint64_t piece_end(const qkvi_pieces *all) {
+  return all->config.end - all->at < all->step ? all->config.end : all->at + all->step;
+}
+
+// A turn of the piece's queries from `first` on. Attends none where a page was evicted again, which only a concurrent
+// truncation and appends can cause.
+static qkv_status run_turn(qkvi_pieces *all, qkv_error *error) {
+  const qkvi_pieces_config *config = &all->config;
   const qkv_layer *layer;
   uint64_t queries;
-  QKV_TRY(qkv_session_read(wanted->session, wanted->layer, &layer, error));
-  const bool cut = layer->cuts != wanted->cuts;
-  *held = !cut && qkv_layer_holds(layer, piece->options.begin, piece->options.end);
-  if (*held) {
-    piece->layer = layer;
-    qkv_attend turn = qkv_attend_slice(piece, *first, (uint64_t)piece->q.dims[0] - *first);
-    (void)qkv_attend_take(&turn, 1, *wanted->turn, &queries);
+  QKV_TRY(qkv_session_read(config->session, config->layer, &layer, error));
+  const bool cut = layer->cuts != config->cuts;
+  if (!cut && qkv_layer_holds(layer, all->at, piece_end(all))) {
+    qkv_attend piece = all->request;
+    piece.layer = layer;
+    piece.options.begin = all->at;
+    piece.options.end = piece_end(all);
+    piece.out = all->out;
+    piece.lse = all->lse;
+    qkv_attend turn = qkv_attend_slice(&piece, all->first, (uint64_t)piece.q.dims[0] - all->first);
+    (void)qkv_attend_take(&turn, 1, *config->turn, &queries);
     turn = qkv_attend_slice(&turn, 0, queries);
     const uint64_t began = qkv_stage_now();
-    qkv_attend_run(wanted->pool, &turn, 1);
-    *wanted->turn = qkv_attend_next_cost(*wanted->turn, qkv_stage_now() - began);
-    *first += queries;
+    qkv_attend_run(config->pool, &turn, 1);
+    *config->turn = qkv_attend_next_cost(*config->turn, qkv_stage_now() - began);
+    qkv_stage_add(QKV_STAGE_ATTEND, began);
+    all->first += queries;
   }
-  qkv_session_read_done(wanted->session, wanted->layer);
+  qkv_session_read_done(config->session, config->layer);
   return cut ? qkvi_attend_was_cut(error) : QKV_OK;
-}
-
-// With the layer held. `*held` as of run_turn.
-static qkv_status run(const pieces *all, uint64_t begin, uint64_t end, bool *held, qkv_error *error) {
-  qkv_attend piece = *all->request;
-  piece.options.begin = begin;
-  piece.options.end = end;
-  piece.out = all->out;
-  piece.lse = all->lse;
-  *held = true;
-  for (uint64_t first = 0; *held && first < (uint64_t)piece.q.dims[0];) {
-    if (qkv_rpc_cancelled(all->wanted.call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
-    QKV_TRY(run_turn(all, &piece, &first, held, error));
-  }
-  return QKV_OK;
-}
-
-static qkv_status attend_piece(const pieces *all, uint64_t begin, uint64_t end, qkv_error *error) {
-  const qkvi_pieces *of = &all->wanted;
-  qkv_status status = QKV_OK;
-  bool done = false;
-  const qkvi_wanted wanted = {
-      .call = of->call, .session = of->session, .layer = of->layer, .begin = begin, .end = end, .held = of->held};
-  for (int i = 0; i < TRIES && status == QKV_OK && !done; i++) {
-    status = qkvi_restore(all->residency, &wanted, NULL, error);
-    if (status != QKV_OK) break;
-    status = run(all, begin, end, &done, error);
-    qkvi_budget_release(all->residency, of->session, of->layer);
-  }
-  if (status == QKV_OK && !done) status = qkv_fail(error, QKV_UNAVAILABLE, "the session is changed all the time");
-  return status;
 }
 
 // Merges a piece's row into that of the pieces before.
@@ -101,26 +120,41 @@ static void merge(const float *out, float lse, size_t dim, float *all_out, float
   *all_lse = top + logf(theirs + mine);
 }
 
-qkv_status qkvi_attend_pieces(const qkvi_pieces *wanted, const qkv_attend *request, qkv_error *error) {
-  const qkv_model *model = qkv_session_model(wanted->session);
-  const size_t rows = (size_t)request->q.dims[0] * model->q_heads, dim = model->value_dim;
-  const qkv_daemon *daemon = qkv_rpc_context(wanted->call);
-  pieces all = {.wanted = *wanted,
-                .residency = daemon->residency,
-                .request = request,
-                .bytes = qkvi_budget_limit(daemon->residency) / BUDGET_PART};
-  all.out = calloc(rows, (dim + 1) * sizeof *all.out);  // and a row's LSE
-  if (all.out == NULL) abort();
-  all.lse = all.out + rows * dim;
-  memset(request->out, 0, rows * dim * sizeof *request->out);
-  for (size_t i = 0; i < rows; i++) request->lse[i] = -INFINITY;
-  const uint64_t step = piece_tokens(&all);
-  qkv_status status = QKV_OK;
-  for (uint64_t at = wanted->begin; at < wanted->end && status == QKV_OK; at += step) {
-    status = attend_piece(&all, at, wanted->end - at < step ? wanted->end : at + step, error);
-    for (size_t i = 0; i < rows && status == QKV_OK; i++)
-      merge(all.out + i * dim, all.lse[i], dim, request->out + i * dim, &request->lse[i]);
-  }
-  free(all.out);
-  return status;
+static void end_piece(qkvi_pieces *all) {
+  const size_t rows = rows_of(all), dim = qkv_session_model(all->config.session)->value_dim;
+  for (size_t i = 0; i < rows; i++)
+    merge(all->out + i * dim, all->lse[i], dim, all->request.out + i * dim, &all->request.lse[i]);
+  all->at = piece_end(all);
+  all->first = 0;
+}
+
+// Turns, with the piece in memory, until its queries are attended or others may have the memory.
+static qkv_status run_turns(qkvi_pieces *all, uint64_t back_ns, qkv_error *error) {
+  const uint64_t began = qkv_stage_now(), queries = (uint64_t)all->request.q.dims[0];
+  uint64_t before;
+  do {
+    if (qkv_rpc_cancelled(all->config.call)) return qkv_fail(error, QKV_CANCELLED, "the client has gone");
+    before = all->first;
+    QKV_TRY(run_turn(all, error));
+  } while (all->first > before && all->first < queries && qkvi_attend_keeps(back_ns, qkv_stage_now() - began));
+  return QKV_OK;
+}
+
+qkv_status qkvi_pieces_go_on(qkvi_pieces *all, bool *done, qkv_error *error) {
+  const qkvi_pieces_config *config = &all->config;
+  const uint64_t began = qkv_stage_now(), first = all->first;
+  const qkvi_wanted wanted = {.call = config->call,
+                              .session = config->session,
+                              .layer = config->layer,
+                              .begin = all->at,
+                              .end = piece_end(all)};
+  QKV_TRY(qkvi_restore(all->residency, &wanted, NULL, error));
+  const qkv_status status = run_turns(all, qkv_stage_now() - began, error);
+  qkvi_budget_release(all->residency, config->session, config->layer);
+  QKV_TRY(status);
+  all->tries = all->first > first ? 0 : all->tries + 1;
+  if (all->tries == TRIES) return qkv_fail(error, QKV_UNAVAILABLE, "the session is changed all the time");
+  if (all->first == (uint64_t)all->request.q.dims[0]) end_piece(all);
+  *done = all->at == config->end;
+  return QKV_OK;
 }

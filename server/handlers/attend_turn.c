@@ -28,8 +28,20 @@ static void release(const qkvi_attend_call *state, qkvi_attend_part *part) {
   part->held = false;
 }
 
+// Only FP32 results are written by the engine in place, into the block that is sent.
+static void drop_out(const qkvi_attend_call *state, const qkv_attend *attend) {
+  if (state->request.out_dtype != QKV_FP32) free(attend->out);
+}
+
+static void drop_pieces(const qkvi_attend_call *state, qkvi_attend_part *part) {
+  if (part->pieces == NULL) return;
+  drop_out(state, qkvi_pieces_request(part->pieces));
+  qkvi_pieces_destroy(&part->pieces);
+}
+
 void qkvi_attend_let_go(const qkvi_attend_call *state, qkvi_attend_part *part) {
   if (part->session == NULL) return;
+  drop_pieces(state, part);
   release(state, part);
   qkv_session_unref(&part->session);
 }
@@ -102,12 +114,12 @@ static uint64_t queries_left(const qkvi_attend_part *part) {
   return (uint64_t)part->item->q.dims[0] - part->attended;
 }
 
-// What is left of the parts; gives their number.
-static size_t gather(qkvi_attend_call *state) {
+// What is left of parts [0, end), but those in pieces; gives their number.
+static size_t gather(qkvi_attend_call *state, size_t end) {
   size_t count = 0;
-  for (size_t i = 0; i < state->part_count; i++) {
+  for (size_t i = 0; i < end; i++) {
     qkvi_attend_part *part = &state->parts[i];
-    if (queries_left(part) == 0) continue;
+    if (queries_left(part) == 0 || part->pieces != NULL) continue;
     state->attends[count] = qkv_attend_slice(&part->request, part->attended, queries_left(part));
     part->attend = count;
     state->order[count++] = part;
@@ -139,18 +151,14 @@ static uint8_t *place_of_out(const qkvi_attend_call *state, const qkvi_attend_pa
          part->attended * model->q_heads * model->value_dim * qkv_dtype_size(state->request.out_dtype);
 }
 
-// Only FP32 results are written by the engine in place, into the block that is sent.
-static void narrow(const qkvi_attend_call *state, const qkvi_attend_part *part) {
-  const qkv_attend *attend = &state->attends[part->attend];
+static void narrow(const qkvi_attend_call *state, const qkvi_attend_part *part, const qkv_attend *attend) {
   const qkv_model *model = qkv_session_model(part->session);
   if (state->request.out_dtype == QKV_FP32) return;
   size_t count = (size_t)attend->q.dims[0] * model->q_heads * model->value_dim;
   qkv_from_float(state->request.out_dtype, attend->out, place_of_out(state, part), count);
-  free(attend->out);
 }
 
-static void aim(const qkvi_attend_call *state, const qkvi_attend_part *part) {
-  qkv_attend *attend = &state->attends[part->attend];
+static void aim(const qkvi_attend_call *state, const qkvi_attend_part *part, qkv_attend *attend) {
   const qkv_model *model = qkv_session_model(part->session);
   attend->lse = (float *)(state->block->data + part->lse) + part->attended * model->q_heads;
   attend->out = (float *)place_of_out(state, part);
@@ -159,37 +167,18 @@ static void aim(const qkvi_attend_call *state, const qkvi_attend_part *part) {
   if (attend->out == NULL) abort();
 }
 
-// Notes the parts whose positions are not all in memory; whether there are any.
+// Notes the parts that read positions in this turn that are not all in memory; whether there are any.
 static bool find_cold(const qkvi_attend_call *state, size_t count) {
   bool any = false;
   for (size_t i = 0; i < count; i++) {
     qkvi_attend_part *part = state->order[i];
     const qkv_attend left = qkv_attend_slice(&part->request, part->attended, queries_left(part));
     qkv_attend_span(&left, &part->begin, &part->end);
-    part->cold = !qkv_layer_holds(left.layer, part->begin, part->end);
+    qkv_attend_span(&state->attends[part->attend], &part->begin, &part->turn_end);
+    part->cold = !qkv_layer_holds(left.layer, part->begin, part->turn_end);
     any |= part->cold;
   }
   return any;
-}
-
-// What is left of a part that does not fit into memory at once.
-static qkv_status attend_pieces(qkvi_attend_call *state, qkvi_attend_part *part, size_t held, qkv_error *error) {
-  qkv_attend *left = &state->attends[part->attend];
-  *left = qkv_attend_slice(&part->request, part->attended, queries_left(part));
-  aim(state, part);
-  const qkvi_pieces wanted = {.call = state->call,
-                              .pool = pool_of(state),
-                              .session = part->session,
-                              .layer = part->item->layer,
-                              .cuts = part->cuts,
-                              .begin = part->begin,
-                              .end = part->end,
-                              .held = held,
-                              .turn = turn_of(state)};
-  const qkv_status status = qkvi_attend_pieces(&wanted, left, error);
-  narrow(state, part);
-  part->attended += queries_left(part);
-  return status;
 }
 
 static void fail_part(qkvi_attend_call *state, size_t index, const qkv_error *error) {
@@ -203,54 +192,53 @@ static size_t count_held(const qkvi_attend_call *state) {
   return held;
 }
 
-// Attends the parts whose pages have come back, so that these may be evicted again.
-static void finish_held(qkvi_attend_call *state) {
-  for (size_t i = 0; i < state->part_count; i++) {
-    qkvi_attend_part *part = &state->parts[i];
-    qkv_error error = {0};
-    if (!part->held) continue;
-    const qkv_status status = attend_pieces(state, part, count_held(state), &error);
-    release(state, part);
-    if (status != QKV_OK) fail_part(state, i, &error);
-  }
-}
-
 static qkv_status hold_part(qkvi_attend_call *state, qkvi_attend_part *part, qkv_error *error) {
+  const uint64_t began = qkv_stage_now();
   const qkvi_wanted wanted = {.call = state->call,
                               .session = part->session,
                               .layer = part->item->layer,
                               .begin = part->begin,
-                              .end = part->end,
+                              .end = part->turn_end,
                               .held = count_held(state)};
-  *error = (qkv_error){0};
   const qkv_status status = qkvi_restore(state->daemon->residency, &wanted, NULL, error);
   part->held = status == QKV_OK;
+  state->back_ns += qkv_stage_now() - began;
   return status;
 }
 
-// A layer that does not fit in addition to the held ones is tried again without them, and then in pieces.
-static qkv_status bring_part_back(qkvi_attend_call *state, qkvi_attend_part *part, qkv_error *error) {
-  qkv_status status = hold_part(state, part, error);
-  if (status == QKV_RESOURCE_EXHAUSTED && count_held(state) > 0) {
-    finish_held(state);
-    status = hold_part(state, part, error);
-  }
-  if (status != QKV_RESOURCE_EXHAUSTED) return status;
-  *error = (qkv_error){0};
-  return attend_pieces(state, part, 0, error);
+// What is left of a part that does not fit into memory at once.
+static void begin_pieces(qkvi_attend_call *state, qkvi_attend_part *part) {
+  qkv_attend left = qkv_attend_slice(&part->request, part->attended, queries_left(part));
+  aim(state, part, &left);
+  const qkvi_pieces_config config = {.call = state->call,
+                                     .pool = pool_of(state),
+                                     .session = part->session,
+                                     .layer = part->item->layer,
+                                     .cuts = part->cuts,
+                                     .begin = part->begin,
+                                     .end = part->end,
+                                     .turn = turn_of(state)};
+  part->pieces = qkvi_pieces_create(&config, &left);
 }
 
-// Brings the pages of these parts back. They stay until the answer is made, or until there is no memory for all.
-static void bring_back(qkvi_attend_call *state) {
-  for (size_t i = 0; i < state->part_count; i++) {
+// Brings the pages of these parts of [0, end) back, and holds them. Returns the end of those that fit into memory
+// together: the others have their turns later. A part that does not fit alone is attended in pieces.
+static size_t bring_back(qkvi_attend_call *state, size_t end) {
+  for (size_t i = 0; i < end; i++) {
     qkvi_attend_part *part = &state->parts[i];
     qkv_error error = {0};
     if (part->session == NULL || !part->cold) continue;
     release(state, part);
     part->cold = false;
-    if (queries_left(part) == 0) continue;
-    if (bring_part_back(state, part, &error) != QKV_OK) fail_part(state, i, &error);
+    const qkv_status status = hold_part(state, part, &error);
+    if (status == QKV_RESOURCE_EXHAUSTED && count_held(state) > 0) return i;
+    if (status == QKV_RESOURCE_EXHAUSTED) {
+      begin_pieces(state, part);
+    } else if (status != QKV_OK) {
+      fail_part(state, i, &error);
+    }
   }
+  return end;
 }
 
 // Fails the parts whose layers were cut between turns; whether there were any. Then nothing is locked any more.
@@ -269,11 +257,12 @@ static bool drop_cut(qkvi_attend_call *state, size_t count) {
   return true;
 }
 
-// With the layers of a turn locked and all pages that it reads in memory: the number of parts; 0 where none is left.
-// False where it has to wait for more.
+// With the layers of a turn locked and all pages that it reads in memory: the number of parts; 0 where none is left
+// but in pieces. False where it has to wait for more.
 static bool lock_all(qkvi_attend_call *state, size_t *count) {
+  size_t end = state->part_count;
   for (;;) {
-    *count = gather(state);
+    *count = gather(state, end);
     if (*count == 0) return true;
     if (!lock(state, state->order, *count)) return false;
     if (drop_cut(state, *count)) continue;
@@ -284,18 +273,18 @@ static bool lock_all(qkvi_attend_call *state, size_t *count) {
       state->waits |= QKVI_WAIT_DISK;
       return false;
     }
-    bring_back(state);
+    end = bring_back(state, end);
   }
 }
 
 static void run_turn(qkvi_attend_call *state, size_t count) {
   for (size_t i = 0; i < count; i++) {
     const qkvi_attend_part *part = state->order[i];
-    const qkv_attend *turn = &state->attends[part->attend];
+    qkv_attend *turn = &state->attends[part->attend];
     if ((uint64_t)turn->q.dims[0] == queries_left(part))
       qkvi_read_ahead(state->daemon, part->session, &part->request, part->end);
-    aim(state, part);
-    state->attends[part->attend].host_only = (state->waits & QKVI_WAIT_LAYERS) == 0;
+    aim(state, part, turn);
+    turn->host_only = (state->waits & QKVI_WAIT_LAYERS) == 0;
   }
   const uint64_t began = qkv_stage_now();
   qkv_attend_run((state->waits & QKVI_WAIT_LAYERS) != 0 ? pool_of(state) : NULL, state->attends, count);
@@ -304,21 +293,83 @@ static void run_turn(qkvi_attend_call *state, size_t count) {
   unlock(state->order, count);
   for (size_t i = 0; i < count; i++) {
     qkvi_attend_part *part = state->order[i];
-    narrow(state, part);
-    part->attended += (uint64_t)state->attends[part->attend].q.dims[0];
+    const qkv_attend *turn = &state->attends[part->attend];
+    narrow(state, part, turn);
+    drop_out(state, turn);
+    part->attended += (uint64_t)turn->q.dims[0];
     qkv_session_touch(part->session);  // it is used until now
   }
 }
 
+// Ends the use of pages by parts that are attended; of the others, too, unless they are kept. Whether any are.
+static bool release_parts(const qkvi_attend_call *state, bool keep) {
+  for (size_t i = 0; i < state->part_count; i++) {
+    qkvi_attend_part *part = &state->parts[i];
+    if (!keep || queries_left(part) == 0) release(state, part);
+  }
+  return count_held(state) > 0;
+}
+
+// A turn of the parts that are not in pieces, or more where pages are kept. False as lock_all() says. `*any`: there
+// was one.
+static bool run_turns(qkvi_attend_call *state, bool *any) {
+  uint64_t ran_ns = 0;
+  state->back_ns = 0;
+  *any = false;
+  for (bool keep = true; keep;) {
+    size_t count;
+    if (!lock_all(state, &count)) return false;
+    const uint64_t began = qkv_stage_now();
+    if (count > 0) run_turn(state, count);
+    ran_ns += qkv_stage_now() - began;
+    *any |= count > 0;
+    keep = count > 0 && qkvi_attend_keeps(state->back_ns, ran_ns) && !qkv_rpc_cancelled(state->call);
+    keep = release_parts(state, keep);
+  }
+  return true;
+}
+
+// Goes on with the first part in pieces. False where it has to wait for the disk. `*any`: there was one, and no
+// error.
+static bool go_on_in_pieces(qkvi_attend_call *state, bool *any) {
+  size_t i = 0;
+  qkv_error error = {0};
+  bool done = false;
+  while (i < state->part_count && state->parts[i].pieces == NULL) i++;
+  if (i == state->part_count) return true;
+  if ((state->waits & QKVI_WAIT_DISK) == 0) {
+    state->waits |= QKVI_WAIT_DISK;
+    return false;
+  }
+  qkvi_attend_part *part = &state->parts[i];
+  const qkv_status status = qkvi_pieces_go_on(part->pieces, &done, &error);
+  *any = status == QKV_OK;
+  if (status != QKV_OK) fail_part(state, i, &error);
+  if (!done) return true;
+  narrow(state, part, qkvi_pieces_request(part->pieces));
+  part->attended += queries_left(part);
+  drop_pieces(state, part);
+  return true;
+}
+
+// What other turns are left needs: those in pieces alone need the disk for certain.
+static bool find_more(qkvi_attend_call *state) {
+  bool any = false, in_memory = false;
+  for (size_t i = 0; i < state->part_count; i++) {
+    any |= queries_left(&state->parts[i]) > 0;
+    in_memory |= queries_left(&state->parts[i]) > 0 && state->parts[i].pieces == NULL;
+  }
+  if (in_memory) state->waits &= QKVI_WAIT_LAYERS;
+  return any;
+}
+
 // A turn. False as lock_all() says. `*more`: there are queries left.
 bool qkvi_attend_turn(qkvi_attend_call *state, bool *more) {
-  size_t count;
+  bool any;
   *more = false;
-  if (!lock_all(state, &count)) return false;
-  if (count > 0) run_turn(state, count);
-  for (size_t i = 0; i < state->part_count; i++) {
-    release(state, &state->parts[i]);
-    *more |= queries_left(&state->parts[i]) > 0;
-  }
+  if (!run_turns(state, &any) || (!any && !go_on_in_pieces(state, &any))) return false;
+  if (any) qkv_rpc_forget_waits(state->call);  // this turn's: others have had what it waited for meanwhile
+  state->begun |= any;
+  *more = find_more(state);
   return true;
 }

@@ -40,15 +40,15 @@ static qkv_status queue(qkv_rpc_call *call, qkv_work work, qkv_share share, qkv_
   return qkv_executor_submit_as(daemon->executor, work, &share, job, context);
 }
 
-static qkv_status try_as(qkv_rpc_call *call, qkv_work work, bool urgent, qkv_job_fn *job, void *context,
+static qkv_status try_as(qkv_rpc_call *call, qkv_work work, qkv_share share, qkv_job_fn *job, void *context,
                          qkv_error *error) {
-  const qkv_status status = queue(call, work, (qkv_share){.urgent = urgent}, job, context);
+  const qkv_status status = queue(call, work, share, job, context);
   if (status == QKV_OK) return QKV_OK;
   return status == QKV_UNAVAILABLE ? part_full(call, error) : qkvi_queue_full(qkv_rpc_context(call), error);
 }
 
 qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context, qkv_error *error) {
-  return try_as(call, work, false, job, context, error);
+  return try_as(call, work, (qkv_share){0}, job, context, error);
 }
 
 static bool offer(qkv_rpc_call *call, qkv_work work, qkv_share share, qkv_job_fn *job, void *context) {
@@ -61,20 +61,21 @@ bool qkvi_job_offer(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *co
   return offer(call, work, (qkv_share){.urgent = false}, job, context);
 }
 
-void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
+void qkvi_job_submit_as(qkv_rpc_call *call, qkvi_waits waits, qkv_share share, qkv_job_fn *job, void *context) {
   qkv_error error = {0};
-  if (try_as(call, qkvi_work_of(waits, false), true, job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+  if (try_as(call, qkvi_work_of(waits, false), share, job, context, &error) != QKV_OK)
+    qkvi_control_fail(call, &error);
 }
 
 void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context) {
-  qkv_error error = {0};
-  if (qkvi_job_try(call, qkvi_work_of(waits, false), job, context, &error) != QKV_OK) qkvi_control_fail(call, &error);
+  qkvi_job_submit_as(call, waits, (qkv_share){0}, job, context);
 }
 
-bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context) {
+bool qkvi_job_yield(qkv_rpc_call *call, qkv_work here, qkvi_waits waits, bool urgent, qkv_job_fn *job,
+                    void *context) {
   const qkv_daemon *daemon = qkv_rpc_context(call);
   const qkv_work work = qkvi_work_of(waits, false);
-  if (qkv_pool_waiting(qkv_executor_pool(daemon->executor, work)) == 0) return false;
+  if (work == here && qkv_pool_waiting(qkv_executor_pool(daemon->executor, work)) == 0) return false;
   return offer(call, work, (qkv_share){.urgent = urgent, .again = true}, job, context);
 }
 

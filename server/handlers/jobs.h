@@ -30,12 +30,13 @@ qkv_status qkvi_job_try(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void
 bool qkvi_job_offer(qkv_rpc_call *call, qkv_work work, qkv_job_fn *job, void *context);
 // The same; a refusal ends the call. The handler is done with it either way.
 void qkvi_job_submit(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
-// The same before jobs that are not urgent (engine/base/fair.h): for steps of decoding.
-void qkvi_job_submit_urgent(qkv_rpc_call *call, qkvi_waits waits, qkv_job_fn *job, void *context);
+// The same with a share (engine/base/fair.h) that says whether it is urgent, as steps of decoding are, and whether it
+// has run before; flow and weight are the call's.
+void qkvi_job_submit_as(qkv_rpc_call *call, qkvi_waits waits, qkv_share share, qkv_job_fn *job, void *context);
 
-// For a job that has more to do: true where other jobs of its kind wait, and it has been queued again; false where it
-// goes on at once.
-bool qkvi_job_yield(qkv_rpc_call *call, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context);
+// For a job of the kind `here` that has more to do: true where that is a job of another kind, or others of its kind
+// wait, and it has been queued again; false where it goes on at once.
+bool qkvi_job_yield(qkv_rpc_call *call, qkv_work here, qkvi_waits waits, bool urgent, qkv_job_fn *job, void *context);
 
 // Unpacks a request, attaches it to the call (the method frees it with qkvi_control_free) and goes on in job(call).
 // One of more than QKVI_SOON_BYTES_MAX is unpacked there.

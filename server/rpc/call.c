@@ -127,7 +127,7 @@ static void count_bytes(qkv_rpc_call *call, grpc_byte_buffer *buffer) {
 
 // A stream's message has been served: its next one is read, or it is answered.
 static void end_step(qkv_rpc_call *call) {
-  memset(call->waited_ms, 0, sizeof call->waited_ms);
+  qkv_rpc_forget_waits(call);
   if (call->step_ns == 0) return;
   qkvi_rpc_server_step(call);
   call->step_ns = call->quota_ns = call->queue_ns = 0;
@@ -396,6 +396,10 @@ void qkv_rpc_count_wait(const qkv_rpc_call *call, qkv_rpc_wait what, int64_t ms)
 
 int64_t qkv_rpc_waited_ms(const qkv_rpc_call *call, qkv_rpc_wait what) {
   return call->waited_ms[what];
+}
+
+void qkv_rpc_forget_waits(qkv_rpc_call *call) {
+  memset(call->waited_ms, 0, sizeof call->waited_ms);
 }
 
 void qkv_rpc_name_session(qkv_rpc_call *call, const char *session) {

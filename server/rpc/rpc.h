@@ -77,11 +77,12 @@ qkvi_call_usage qkv_rpc_server_usage(const qkv_rpc_server *server, const char *t
 void qkv_rpc_server_each_tenant(const qkv_rpc_server *server, void (*fn)(void *context, const char *tenant),
                                 void *context);
 
-// Counts time that the call's request waits; gives what was counted since its message came, or since it last sent
-// one. The thread that has the call.
+// Counts time that the call's request waits; gives what was counted since its message came, since it last sent one,
+// or since it was forgotten, as the request has got on. The thread that has the call.
 typedef enum qkv_rpc_wait { QKV_RPC_WAIT_MEMORY, QKV_RPC_WAIT_DISK, QKV_RPC_WAITS } qkv_rpc_wait;
 void qkv_rpc_count_wait(const qkv_rpc_call *call, qkv_rpc_wait what, int64_t ms);
 int64_t qkv_rpc_waited_ms(const qkv_rpc_call *call, qkv_rpc_wait what);
+void qkv_rpc_forget_waits(qkv_rpc_call *call);
 
 // From the first on a job of the call waits for a thread; at the second it has one.
 void qkv_rpc_queued(qkv_rpc_call *call);

@@ -1,7 +1,8 @@
 // Loaded before libc into a daemon that reads and writes with threads: while the file that FAIL_SYNC names is there,
 // fdatasync of a segment fails as a device's does, while that of FAIL_JOURNAL is that of the journal, and while that
 // of FAIL_READ is, whatever reads a segment. While that of HOLD_SYNC is there, fdatasync of a segment does not end,
-// while that of HOLD_JOURNAL is that of the journal. While that of SLOW_JOURNAL is, it takes a quarter of a second.
+// while that of HOLD_JOURNAL is that of the journal. While that of SLOW_JOURNAL is, it takes a quarter of a second,
+// and while that of SLOW_READ is, what reads a segment 20 ms.
 #include <errno.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -34,5 +35,6 @@ int fdatasync(int file) {
 }
 
 ssize_t pread(int file, void *bytes, size_t size, off_t offset) {
+  if (concerns(file, "/segment-", "SLOW_READ")) (void)usleep(20000);
   return fails(file, "/segment-", "FAIL_READ") ? -1 : syscall(SYS_pread64, file, bytes, size, offset);
 }
