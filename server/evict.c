@@ -69,16 +69,19 @@ static size_t close_objects(const qkv_daemon *daemon, const qkv_account *account
   return places;
 }
 
-// Sessions and objects of the tenant. Returns how many were closed.
+// Sessions and objects of the tenant; those of others are walked over only as far as there are some behind them.
+// Returns how many were closed.
 static size_t close_own(qkv_daemon *daemon, const qkv_account *account, const qkv_session *but, shortage *missing) {
   qkv_recency *recency = qkv_store_recency(daemon->store);
   size_t closed = 0;
   qkv_recency_begin(recency, QKV_RECENCY_EVICTABLE);
   qkvi_objects_begin_pass(daemon->objects, QKVI_PASS_EVICT);
-  while (!is_met(missing)) {
+  for (uint64_t left = qkv_account_evictable(account); left > 0 && !is_met(missing);) {
     qkv_session *session = qkv_recency_next(recency, QKV_RECENCY_EVICTABLE);
     if (session == NULL) break;
-    if (session != but && qkv_session_account(session) == account && qkv_session_may_go(session)) {
+    const bool own = qkv_session_account(session) == account;
+    left -= own;
+    if (session != but && own && qkv_session_may_go(session)) {
       closed += close_objects(daemon, account, true, qkv_session_last_used_ms(session), missing);
       if (!is_met(missing)) closed += close_one(daemon, session, missing);
     }

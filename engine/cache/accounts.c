@@ -16,7 +16,7 @@ struct qkv_account {
   qkv_accounts *accounts;
   qkv_arena *arena;
   size_t references;  // under the lock
-  _Atomic uint64_t sessions, objects, stored;
+  _Atomic uint64_t sessions, evictable, objects, stored;
   // Of the limits, those that are looked at without the lock; ceilings are UINT64_MAX where there is none.
   _Atomic uint64_t host_guaranteed, ssd_max, ssd_guaranteed, sessions_max;
   _Atomic uint64_t host_max;
@@ -192,6 +192,20 @@ void qkv_account_close(qkv_account *account) {
   const uint64_t before = atomic_fetch_sub_explicit(&account->sessions, 1, memory_order_relaxed);
   assert(before > 0);
   (void)before;
+}
+
+void qkv_account_add_evictable(qkv_account *account) {
+  atomic_fetch_add_explicit(&account->evictable, 1, memory_order_relaxed);
+}
+
+void qkv_account_drop_evictable(qkv_account *account) {
+  const uint64_t before = atomic_fetch_sub_explicit(&account->evictable, 1, memory_order_relaxed);
+  assert(before > 0);
+  (void)before;
+}
+
+uint64_t qkv_account_evictable(const qkv_account *account) {
+  return atomic_load_explicit(&account->evictable, memory_order_relaxed);
 }
 
 void qkv_account_add_object(qkv_account *account) {

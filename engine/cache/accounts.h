@@ -56,6 +56,11 @@ bool qkv_account_is_over_ssd(const qkv_account *account);
 qkv_status qkv_account_open(qkv_account *account, qkv_error *error);
 void qkv_account_close(qkv_account *account);
 
+// Sessions that may be closed where something is full (recency.h, QKV_RECENCY_EVICTABLE).
+void qkv_account_add_evictable(qkv_account *account);
+void qkv_account_drop_evictable(qkv_account *account);
+uint64_t qkv_account_evictable(const qkv_account *account);
+
 // One object more, or less; no limit is checked.
 void qkv_account_add_object(qkv_account *account);
 void qkv_account_drop_object(qkv_account *account);

@@ -150,7 +150,14 @@ static uint64_t time_of(const qkv_session *session, qkv_recency_list list) {
   return (uint64_t)(time_ms < TIME_MAX ? time_ms : TIME_MAX) & TIME_MAX;
 }
 
+// The account that counts what the list has of it; NULL: none does.
+static qkv_account *counting(const qkv_recency *recency, const order *in, const qkv_session *session) {
+  return in == &recency->lists[QKV_RECENCY_EVICTABLE] ? qkv_session_account(session) : NULL;
+}
+
 static void insert(const qkv_recency *recency, order *in, qkv_session *session) {
+  qkv_account *account = counting(recency, in, session);
+  if (account != NULL) qkv_account_add_evictable(account);
   resize(in, in->count + in->passed + 1);
   if (in->passed > 0) set(recency, in, in->count + in->passed, in->entries[in->count]);
   const qkv_recency_list list = (qkv_recency_list)(in - recency->lists);
@@ -171,6 +178,8 @@ static void take_out(const qkv_recency *recency, order *in, qkv_session *session
   _Atomic uint32_t *place = place_of(recency, in, session);
   uint32_t at = place == NULL ? 0 : atomic_load_explicit(place, memory_order_relaxed);
   if (at-- == 0) return;
+  qkv_account *account = counting(recency, in, session);
+  if (account != NULL) qkv_account_drop_evictable(account);
   if (at < in->count) {
     fill(recency, in, at);
     at = in->count;
@@ -194,7 +203,7 @@ static bool belongs(const qkv_session *session, qkv_recency_list list) {
   const session_working *working = qkvi_working(session);
   if (list == QKV_RECENCY_EXPIRING) return atomic_load(&session->ttl_ms) > 0;
   const bool pinned = atomic_load(&session->pinned);
-  if (list == QKV_RECENCY_EVICTABLE) return !pinned;
+  if (list == QKV_RECENCY_EVICTABLE) return qkv_session_may_go(session);
   if (list == QKV_RECENCY_KEPT) return !pinned && session->kind->config.backing != NULL;
   if (working == NULL) return false;
   // What another session brings back of pages that they share is not published here.
@@ -260,6 +269,11 @@ void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *
     drop_locked(recency, list, session);
   }
   unlock(recency);
+}
+
+void qkv_recency_note_owned(qkv_recency *recency, qkv_session *session) {
+  qkv_recency_note(recency, QKV_RECENCY_EVICTABLE, session);
+  qkv_recency_note(recency, QKV_RECENCY_KEPT, session);
 }
 
 void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session) {

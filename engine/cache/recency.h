@@ -28,7 +28,7 @@ typedef enum qkv_recency_list {
   QKV_RECENCY_EXACT,      // have a backing and exact rows that may become pages
   QKV_RECENCY_UNSETTLED,  // have something that is not settled (layer_spill.h)
   QKV_RECENCY_SUNK,       // have nothing in memory and may be folded (session_fold.h)
-  QKV_RECENCY_EVICTABLE,  // may be closed where something is full, and are not pinned
+  QKV_RECENCY_EVICTABLE,  // may be closed where something is full (qkv_session_may_go); counted by account
   QKV_RECENCY_KEPT,       // the others that have a backing and are not pinned
   QKV_RECENCY_AIMED,      // coded pages may have to change tiers (session_retier.h); longest not examined first
   QKV_RECENCY_DEMOTABLE,  // coded pages may go to lower tiers where memory is short
@@ -60,7 +60,9 @@ void qkv_recency_leave(qkv_recency *recency, qkv_session *session);
 // To be called when it may have changed whether the session has something for the list. Does nothing before it has
 // joined.
 void qkv_recency_note(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
-// The same where its time in the list may have become an earlier one, too.
+// The same for EVICTABLE or KEPT, whichever is its own.
+void qkv_recency_note_owned(qkv_recency *recency, qkv_session *session);
+// As qkv_recency_note, where its time in the list may have become an earlier one, too.
 void qkv_recency_move(qkv_recency *recency, qkv_recency_list list, qkv_session *session);
 
 // Of all sessions whose config has this object, as last published: coded pages in memory, their bytes and the

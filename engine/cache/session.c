@@ -96,8 +96,7 @@ void qkv_session_set_pinned(qkv_session *session, bool pinned) {
   atomic_store(&session->pinned, pinned);
   for (uint32_t i = 0; i < session->kind->model->layers; i++) qkvi_session_keep(session, i);
   list_session(session, true, true, false, true);
-  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_EVICTABLE, session);
-  qkv_recency_note(session->kind->config.recency, QKV_RECENCY_KEPT, session);
+  qkv_recency_note_owned(session->kind->config.recency, session);
 }
 
 bool qkv_session_may_go(const qkv_session *session) {
@@ -110,6 +109,7 @@ bool qkv_session_is_staged(const qkv_session *session) {
 
 void qkv_session_unstage(qkv_session *session) {
   atomic_store_explicit(&session->staged, false, memory_order_release);
+  qkv_recency_note_owned(session->kind->config.recency, session);
 }
 
 void qkv_session_set_whole(qkv_session *session, uint64_t whole) {

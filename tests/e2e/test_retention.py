@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from daemon import Daemon, binary
-from kv import TIMEOUT, Cache, refused
+from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import objects_pb2, objects_pb2_grpc
 
@@ -122,6 +122,40 @@ def test_places_are_made_too():
                 open_session(stub, cache, f"keep-{i}", retention=kv.RETENTION_KEEP)
         with refused(grpc.StatusCode.INVALID_ARGUMENT, "retention is 3, known are 1 (keep) and 2 (evict)"):
             open_session(stub, cache, "x", retention=3)
+
+
+def test_a_tenant_without_chunks_walks_over_no_others(tmp_path):
+    """At its quota it is refused without a look at sessions of others: evictions wait for each other."""
+    quotas = tmp_path / "quotas"
+    quotas.write_text("small sessions=2\n")
+    with Daemon("--memory-budget", "2GiB", "--quota-file", str(quotas)) as daemon:
+        small = Tenant(daemon.stub(), "small")
+        cache = Cache(small, "keeper", layers=1)
+        open_session(small, cache, "pinned", retention=EVICT)
+        small.Pin(kv.PinRequest(session="pinned"), timeout=TIMEOUT)
+
+        def shortest():
+            times = []
+            for _ in range(50):
+                begin = time.perf_counter()
+                with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota sessions of tenant small is 2"):
+                    open_session(small, cache, "more", retention=EVICT)
+                times.append(time.perf_counter() - begin)
+            return min(times)
+
+        alone = shortest()
+        stub = daemon.stub()
+        chunk = Cache(stub, "first", layers=1).model.name
+        for first in range(0, 30000, 200):
+            opening = [stub.OpenSession.future(kv.OpenSessionRequest(session=f"s{i}", model=chunk, retention=EVICT))
+                       for i in range(first, first + 200)]
+            for call in opening:
+                call.result()
+        assert any(shortest() < 3 * alone for _ in range(5))
+        small.Pin(kv.PinRequest(session="pinned", unpin=True), timeout=TIMEOUT)
+        open_session(small, cache, "more", retention=EVICT)  # which closes it
+        with refused(grpc.StatusCode.NOT_FOUND, "no session pinned"):
+            small.GetSession(kv.GetSessionRequest(session="pinned"), timeout=TIMEOUT)
 
 
 def test_the_ssd_gives_up_chunks_first_and_remembers_them(tmp_path):
