@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from daemon import Daemon
+from daemon import PATIENCE, Daemon
 
 import qkvd
 
@@ -45,6 +45,13 @@ def model(client, name):
 def session(client, model, name):
     with client.open(name, model=model.name) as session:
         yield session
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Forks wait for as long as calls take, however busy the machine."""
+    monkeypatch.setattr("qkvd.locks.FORK_WAITS", PATIENCE)
+    monkeypatch.setattr("qkvd.locks.SETTLES", PATIENCE)
 
 
 @pytest.fixture

@@ -1,14 +1,22 @@
 """AsyncClient against a real daemon: the same calls, awaited."""
 
 import asyncio
+import contextlib
+import gc
 import sys
+import threading
+import time
+from concurrent import futures
 
 import numpy as np
 import pytest
 from conftest import DIM, FLOATS, KV_HEADS, Q_HEADS, attention
-from daemon import Daemon
+from daemon import PATIENCE, Daemon, wait_for
+from test_connection import in_child, new_grpc
 
 import qkvd
+from qkvd.aio import AsyncDecodeStream
+from qkvd.locks import calls_under_way
 
 
 @pytest.fixture
@@ -158,9 +166,18 @@ def test_another_loop(daemon):
 def test_a_watch_of_a_daemon_that_says_nothing(run, daemon, monkeypatch):
     monkeypatch.setattr("qkvd.calls.WATCH_PATIENCE", 0.5)
 
+    async def begun(client):
+        """A watch whose first message has come in time."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            watch = client.watch()
+            with contextlib.suppress(qkvd.DeadlineExceeded):
+                assert (await anext(watch)).reset
+                return watch
+        raise AssertionError("no message comes")
+
     async def work(client):
-        watch = client.watch()
-        assert (await anext(watch)).reset
+        watch = await begun(client)
         with daemon.stopped(), pytest.raises(qkvd.DeadlineExceeded, match=r"Watch was not answered within 0.5 s"):
             async for _ in watch:
                 pass
@@ -169,18 +186,31 @@ def test_a_watch_of_a_daemon_that_says_nothing(run, daemon, monkeypatch):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a task does not tell whether it is cancelled")
-def test_a_client_is_closed_under_a_call(run, daemon):
+def test_a_client_is_closed_under_a_call(run, daemon, monkeypatch):
     """Who waits for the call is not cancelled with it."""
 
     item = qkvd.Item(session="none", q=np.zeros((1, Q_HEADS, DIM), np.float32))
 
     async def work(client):
         await client.status()
+        begun, wait, exchange = [], client._answer, AsyncDecodeStream._exchange
+
+        def waits(*arguments):
+            begun.append("call")
+            return wait(*arguments)
+
+        def exchanges(*arguments):
+            begun.append("step")
+            return exchange(*arguments)
+
+        monkeypatch.setattr(client, "_answer", waits)
+        monkeypatch.setattr(AsyncDecodeStream, "_exchange", exchanges)
         with daemon.stopped():
             waiting = asyncio.create_task(client.session_info("none"))
             step = asyncio.create_task(client.decode().attend([item]))
             put = asyncio.create_task(client.put_object("o", b"x"))
-            await asyncio.sleep(0.2)
+            while len(begun) < 3:
+                await asyncio.sleep(0.01)
             await client.close()
             for task in (waiting, step, put):
                 with pytest.raises(qkvd.Cancelled, match="the client was closed"):
@@ -240,6 +270,75 @@ def test_a_daemon_that_dies_between_two_steps(queries):
 
     with Daemon() as daemon:
         asyncio.run(work())
+
+
+@new_grpc
+def test_a_fork_waits_for_calls_of_a_task(daemon, client, session, rows, patient):
+    """And they for it; else the child crashes, and calls of the parent do not end."""
+    k, v = rows(20_000)
+    session.append(0, k, v)
+    stop, rounds = threading.Event(), []
+
+    async def work():
+        async with qkvd.AsyncClient(daemon.target) as one:
+            same = await one.session(session.name)
+            while not stop.is_set():
+                assert np.array_equal((await same.fetch(0))[0], k)
+                rounds.append(await one.models())
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        working = pool.submit(asyncio.run, work())
+        try:
+            for _ in range(10):
+                before = len(rounds)
+                wait_for(lambda before=before: len(rounds) > before or working.done(), "the task does not go on")
+                assert in_child(client.models) == 0
+        finally:
+            stop.set()
+        working.result()
+    assert calls_under_way._streams == 0 and not calls_under_way._readers
+
+
+def test_calls_of_tasks_are_counted(run, daemon, session):
+    """A child is told of those of the thread that forks; which of them waits for nothing."""
+    item = qkvd.Item(session=session.name, q=np.zeros((1, Q_HEADS, DIM), np.float32))
+
+    def counted():
+        return len(calls_under_way._readers), calls_under_way._streams
+
+    async def work(client):
+        assert counted() == (0, 0)
+        with daemon.stopped():
+            tasks = []
+            for begin, expected in (
+                (lambda: client.session_info(session.name), (1, 1)),
+                (lambda: anext(client.fetch_rows(session.name)), (2, 2)),
+                (lambda: client.put_object("o", b"x"), (3, 4)),
+                (lambda: anext(client.watch()), (3, 5)),
+                (lambda: client.decode().attend([item]), (3, 6)),
+            ):
+                tasks.append(asyncio.ensure_future(begin()))
+                while counted() != expected:
+                    await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            del tasks, task
+        while counted() != (0, 0):
+            await asyncio.sleep(0.01)
+            gc.collect()
+        # While another thread is about to fork, calls wait.
+        calls_under_way._forking.add(-1)
+        waiting = asyncio.create_task(client.models())
+        await asyncio.sleep(0.05)
+        assert counted() == (0, 0) and not waiting.done()
+        calls_under_way._forking.clear()
+        await waiting
+
+    try:
+        run(work)
+    finally:
+        calls_under_way._forking.clear()
 
 
 def test_a_task_is_cancelled_under_a_call(run, daemon):

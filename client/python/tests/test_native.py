@@ -189,7 +189,7 @@ def test_a_daemon_that_stops_and_one_that_comes_back(rows):
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_child_goes_by_grpcio(native, model, name, rows):
+def test_a_child_goes_by_grpcio(native, model, name, rows, patient):
     from qkvd import connection
 
     if not connection.SERVES_CHILDREN:

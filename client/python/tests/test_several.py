@@ -188,7 +188,7 @@ def owner_of(name, *daemons):
 
 
 @new_grpc
-def test_a_client_that_nobody_has_watches_no_more(hung):
+def test_a_client_that_nobody_has_watches_no_more(hung, patient):
     """Nor does one in a child of fork(), whose calls work."""
     mute, well = hung
 

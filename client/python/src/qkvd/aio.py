@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match, Presence
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
 from qkvd.items import Item, Result, RopeForm
-from qkvd.locks import calls_under_way
+from qkvd.locks import UnderWay, calls_under_way
 from qkvd.model import Model, Policy
 from qkvd.several import Daemon, Daemons, chosen
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
@@ -36,7 +37,7 @@ class AsyncClient:
     """`qkvd.Client` for asyncio: arguments, answers and errors are the same, every call is awaited.
 
     The connection belongs to the event loop of the first call. After fork() a child makes a client of its own: used there,
-    one of the parent raises FailedPrecondition.
+    one of the parent raises FailedPrecondition. A fork waits for calls as those of `Client`.
     """
 
     def __init__(
@@ -240,8 +241,12 @@ class AsyncClient:
         """As `Client.watch`."""
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
-        stub = (await self._at(None))._stub("unary_stream", calls.CACHE + "Watch")
-        answers = stub(request, metadata=self._connection.metadata_of(None))
+        client = await self._at(None)
+        async with UnderWay():
+            answers = client._stub("unary_stream", calls.CACHE + "Watch")(
+                request, metadata=self._connection.metadata_of(None)
+            )
+            calls_under_way.stream_begins()
         patience = max(self._connection.timeout, calls.WATCH_PATIENCE)
         try:
             while (answer := await self._answer(answers.read(), patience, "Watch", patience)) is not _END:
@@ -250,6 +255,7 @@ class AsyncClient:
             raise errors.of_call(error, "Watch", None) from None
         finally:
             answers.cancel()
+            calls_under_way.stream_ends()
 
     # ---- opaque objects ----
 
@@ -429,6 +435,7 @@ class AsyncClient:
             raise errors.FailedPrecondition("the client is closed")
         if self._process != os.getpid():
             raise errors.FailedPrecondition("the client was made before fork(): make one in the child")
+        calls_under_way.check()
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise errors.FailedPrecondition("the client belongs to another event loop")
@@ -438,6 +445,7 @@ class AsyncClient:
         self._check()
         if self._channel is None:
             self._channel = self._open()
+            calls_under_way.keep(self._channel)
         if (kind, method) not in self._stubs:
             self._stubs[kind, method] = getattr(self._channel, kind)(method, None, None)
         return self._stubs[kind, method]
@@ -482,11 +490,12 @@ class AsyncClient:
         backoff = self._backoff(timeout)
         while True:
             try:
-                stub = self._stub("unary_unary", call.method)
-                metadata = self._connection.metadata_of(call.key)
-                left = backoff.left()
-                answer = stub(call.request, timeout=left, metadata=metadata)
-                return call.read(await self._answer(answer, left, call.method, timeout))
+                async with UnderWay():
+                    stub = self._stub("unary_unary", call.method)
+                    metadata = self._connection.metadata_of(call.key)
+                    left = backoff.left()
+                    answer = stub(call.request, timeout=left, metadata=metadata)
+                    return call.read(await self._answer(answer, left, call.method, timeout))
             except grpc.RpcError as error:
                 await self._wait(backoff, error, call.method, timeout, repeat=call.repeat)
 
@@ -524,14 +533,15 @@ class AsyncClient:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(tell)
 
-        call = self._sender(method).future(outgoing, timeout=left, metadata=self._connection.metadata_of(key))
-        calls_under_way.stream_begins()
-        call.add_done_callback(end)
-        try:
-            await self._answer(ended, left, method, timeout)
-        finally:
-            call.cancel()
-        return bytes(call.result())
+        async with UnderWay():
+            call = self._sender(method).future(outgoing, timeout=left, metadata=self._connection.metadata_of(key))
+            calls_under_way.stream_begins()
+            call.add_done_callback(end)
+            try:
+                await self._answer(ended, left, method, timeout)
+            finally:
+                call.cancel()
+            return bytes(call.result())
 
     def _sender(self, method: str) -> Any:
         self._check()
@@ -554,20 +564,22 @@ class AsyncClient:
         backoff = self._backoff(timeout)
         began = False
         while True:
-            stub = self._stub("unary_stream", method)
-            left = backoff.left()
-            answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
             try:
-                answer = await self._answer(answers.read(), left, method, timeout)
-                while answer is not _END:
-                    began = True
-                    yield answer
-                    answer = await self._answer(answers.read(), backoff.left(), method, timeout)
-                return
+                async with UnderWay():
+                    stub = self._stub("unary_stream", method)
+                    left = backoff.left()
+                    answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
+                    try:
+                        answer = await self._answer(answers.read(), left, method, timeout)
+                        while answer is not _END:
+                            began = True
+                            yield answer
+                            answer = await self._answer(answers.read(), backoff.left(), method, timeout)
+                        return
+                    finally:
+                        answers.cancel()
             except grpc.RpcError as error:
                 await self._wait(backoff, error, method, timeout, repeat=not began)
-            finally:
-                answers.cancel()
 
 
 class AsyncDecodeStream:
@@ -623,8 +635,12 @@ class AsyncDecodeStream:
             raise self._failure
         try:
             if self._call is None:
-                stub = self._client._stub("stream_stream", calls.CACHE + "Decode")
-                self._call = stub(metadata=self._client._connection.metadata_of(self._key))
+                async with UnderWay():
+                    stub = self._client._stub("stream_stream", calls.CACHE + "Decode")
+                    self._call = stub(metadata=self._client._connection.metadata_of(self._key))
+                    calls_under_way.stream_begins()
+                self._ends = weakref.finalize(self, calls_under_way.stream_ends)
+                self._ends.atexit = False
             answer = await asyncio.wait_for(self._exchange(message), seconds)
             if answer is not _END:
                 return bytes(answer)
@@ -649,3 +665,4 @@ class AsyncDecodeStream:
         self._failure = error
         if self._call is not None:
             self._call.cancel()
+            self._ends()

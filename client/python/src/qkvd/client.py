@@ -545,11 +545,7 @@ class Client:
                 raise errors.FailedPrecondition(
                     f"a client after fork() needs grpcio 1.80 or later, this is {grpc.__version__}: spawn processes instead"
                 )
-            if not calls_under_way.usable:
-                raise errors.FailedPrecondition(
-                    "this process was forked while a call or a stream was open, and gRPC may crash in it: close streams"
-                    " first, or spawn processes"
-                )
+            calls_under_way.check()
             if self._process != os.getpid():
                 # After fork() the parent's channel is left as it is: closing it would end the parent's connection.
                 self._parents.append((self._channel, self._stubs))

@@ -1,26 +1,30 @@
 """Locks that a child of fork() finds open, and a fork() that waits for calls.
 
-gRPC prepares itself for fork() only while nothing of it is at work. Otherwise a child that calls may crash or hang in it.
-So a fork waits for the calls that are under way, and for gRPC's own threads, which are still at work for some time after a
-call has ended. Calls that begin meanwhile wait for the fork. Where some calls went on all the same, or a stream was open,
-the child is told.
+gRPC prepares itself for fork() only while no thread is inside it. Otherwise a child that calls may crash or hang in it. So
+a fork waits for the calls that are under way, and for gRPC's own threads, which stay inside it for a while after a call has
+ended. Calls that begin meanwhile wait for the fork. Where some calls went on all the same, or a stream was open, the child
+is told.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+from qkvd.errors import FailedPrecondition
+
 FORK_WAITS = 1.0  # seconds at most, for calls that are under way
-# After those, seconds at most for the other threads: gRPC's may still be at work, and those of others compute.
-SETTLES = 0.25
-ASLEEP = 3  # looks at these threads, one after another, in which all are asleep
-LOOKS = 0.0005  # seconds between them
+SETTLES = 0.25  # seconds at most after those, for threads that are still inside gRPC
+LOOKS = 0.0005  # seconds between two looks at them
 
 
 class Lock:
@@ -55,14 +59,26 @@ class Calls:
         self._used = False  # a call has begun
         self._running = 0
         self._streams = 0
-        self._forking = False
+        self._forking: set[int] = set()  # threads that are about to
+        self._staying: set[int] = set()  # threads that the last fork has waited for in vain
         self._given_up: list[Any] = []
         self._readers: dict[object, int] = {}  # their threads; 0: it has read all
         self._unended: set[object] = set()  # of readers, whose calls gRPC has not ended
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # whose end in a child would wait for a parent's thread
+
+    def check(self) -> None:
+        """Raises FailedPrecondition in a child that was forked while calls were under way."""
+        if not self.usable:
+            raise FailedPrecondition(
+                "this process was forked while a call or a stream was open, and gRPC may crash in it: close streams first,"
+                " or spawn processes"
+            )
 
     def __enter__(self) -> None:
+        # A thread does not wait for its own fork: the collector of garbage may close a session in the middle of that.
+        own = {threading.get_ident()}
         with self._changed:
-            self._changed.wait_for(lambda: not self._forking)
+            self._changed.wait_for(lambda: self._forking <= own)
             self._used = True
             self._running += 1
 
@@ -90,6 +106,21 @@ class Calls:
             self._unended.add(reader)
         answers.add_done_callback(lambda _: self._has_ended(reader))
         return reader
+
+    def task_begins(self) -> object | None:
+        """As `read_begins`, of a call of a task: None while a thread is about to fork, for which the task waits."""
+        with self._changed:
+            if self._forking:
+                return None
+            reader = object()
+            self._used = True
+            self._streams += 1
+            self._readers[reader] = threading.get_ident()
+        return reader
+
+    def keep(self, channel: Any) -> None:
+        """A channel of asyncio's is not to end in a child."""
+        self._channels.add(channel)
 
     def read_ends(self, reader: object) -> None:
         self.stream_ends()
@@ -132,50 +163,73 @@ class Calls:
         return False
 
     def before_fork(self) -> None:
-        self._changed.acquire()
-        self._forking = True
-        for call in self._given_up:
-            call.cancel()
+        """The lock is free while the process forks: gRPC's threads, for which gRPC may wait then, tell here of ends."""
         own = threading.get_ident()
-        self._changed.wait_for(lambda: self._running == 0 and all(one == own for one in self._readers.values()), FORK_WAITS)
-        if self._used:
+        with self._changed:
+            self._forking.add(own)
+            for call in self._given_up:
+                call.cancel()
+            self._changed.wait_for(
+                lambda: self._running == 0 and all(one == own for one in self._readers.values()), FORK_WAITS
+            )
+        if self._used and self._running == 0 and self._streams == 0:
             self._settle()
 
     def _settle(self) -> None:
-        """Waits until all other threads sleep. One that has work, but no processor yet, is not asleep."""
-        until = time.monotonic() + SETTLES
-        asleep = 0
-        while asleep < ASLEEP and time.monotonic() < until:
-            self._changed.wait(LOOKS)  # which lets others in: gRPC's thread may be about to tell of an end
-            asleep = 0 if _at_work() else asleep + 1
+        """Waits until no other thread is inside gRPC, but for those that stay there, such as a server's."""
+        inside, until = _inside_grpc(), time.monotonic() + SETTLES
+        self._staying &= inside
+        while inside - self._staying and time.monotonic() < until:
+            time.sleep(LOOKS)
+            inside = _inside_grpc()
+        self._staying = inside
 
     def after_in_parent(self) -> None:
-        self._forking = False
-        self._changed.notify_all()
-        self._changed.release()
+        with self._changed:
+            self._forking.discard(threading.get_ident())
+            self._changed.notify_all()
 
     def after_in_child(self) -> None:
         self.usable = self.usable and self._running == 0 and self._streams == 0
+        self._parents.extend(self._channels)
+        if self._used:
+            gc.freeze()  # what is garbage of the parent's may have channels, too
         self.renew()
 
 
-def _at_work() -> bool:
-    """Whether a thread but this one runs, or could. Never where the system does not say."""
-    try:
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
-    except OSError:
-        return False
-    for thread in threads:
-        if thread == threading.get_native_id():
-            continue
-        try:
-            with open(f"/proc/self/task/{thread}/stat", "rb") as stat:
-                state = stat.read().rpartition(b") ")[2][:1]  # behind the name, which may hold anything
-        except OSError:
-            continue  # it has ended
-        if state == b"R":
-            return True
-    return False
+class UnderWay:
+    """`async with` around a call: it waits for a fork of another thread, which waits for it otherwise."""
+
+    def __init__(self) -> None:
+        self._reader: object | None = None
+
+    async def __aenter__(self) -> None:
+        while (reader := calls_under_way.task_begins()) is None:
+            await asyncio.sleep(LOOKS)
+        self._reader = reader
+
+    async def __aexit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            calls_under_way.read_ends(reader)
+
+    __del__ = _end  # of a generator whose loop is closed
+
+
+def _inside_grpc() -> set[int]:
+    """The other threads that have a frame of gRPC's, as its own threads do."""
+    inside, own = set(), threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = None if thread == own else innermost
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).startswith("grpc."):
+                inside.add(thread)
+                break
+            frame = frame.f_back
+    return inside
 
 
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()

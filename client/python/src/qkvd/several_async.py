@@ -15,6 +15,7 @@ import grpc.aio
 from qkvd import errors
 from qkvd.calls import Call, Match, checked_timeout
 from qkvd.items import Item, Result
+from qkvd.locks import UnderWay
 from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, Within, chosen, found, grouped, in_order, merged, pauses
 from qkvd.v1 import model_pb2, objects_pb2
 
@@ -55,8 +56,9 @@ async def serves(client: AsyncClient, daemon: Daemon[AsyncClient], within: Withi
 
 async def _healthy(client: AsyncClient, seconds: float) -> bool:
     try:
-        stub = client._stub("unary_unary", CHECK)
-        return bool(await stub(b"", timeout=seconds, metadata=client._connection.metadata) == SERVING)
+        async with UnderWay():
+            stub = client._stub("unary_unary", CHECK)
+            return bool(await stub(b"", timeout=seconds, metadata=client._connection.metadata) == SERVING)
     except grpc.RpcError:
         return False
 
