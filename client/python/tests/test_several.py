@@ -19,7 +19,9 @@ from daemon import PATIENCE, Daemon, wait_for
 from test_connection import in_child, new_grpc
 
 import qkvd
-from qkvd import native, place
+from qkvd import native, place, several_async, several_sync
+from qkvd.calls import register_model
+from qkvd.several import CHECK, SERVING
 
 VALUES = pathlib.Path(__file__).parents[3] / "tests/data/places.txt"
 SESSIONS = [f"session/{i}" for i in range(45)]
@@ -64,7 +66,7 @@ def test_threads_whose_calls_wait_for_one_do_not_keep_the_others():
     """Each of them has the items of the daemon that answers."""
     threads = 12
     with Daemon() as mute, Daemon() as well, futures.ThreadPoolExecutor(threads) as pool:
-        with qkvd.Client(f"{mute.target},{well.target}", timeout=2) as client:
+        with qkvd.Client(f"{mute.target},{well.target}", timeout=10) as client:
             client.register_model(MODEL)
             items = []
             for name in SESSIONS[:12]:
@@ -79,22 +81,38 @@ def test_threads_whose_calls_wait_for_one_do_not_keep_the_others():
                 assert isinstance(result.error, qkvd.DeadlineExceeded) == (item.session not in held)
 
 
-def test_silent_daemons_take_the_time_of_one():
-    """Those that take connections and say nothing, before one that answers."""
+def test_silent_daemons_take_the_time_of_one(monkeypatch):
+    """Those that take connections and say nothing, before one that answers, are asked at the same time."""
+    asked, all_asked = [], threading.Barrier(7)
+
+    def healthy(client, seconds, *, ask=several_sync._healthy, **more):
+        if not more:
+            all_asked.wait(PATIENCE)
+        return ask(client, seconds, **more)
+
+    async def healthy_too(client, seconds, *, ask=several_async._healthy):
+        asked.append(client)
+        if asyncio.current_task().get_coro().__name__ == "serves":
+            until = time.monotonic() + PATIENCE
+            while len(asked) < 7:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.01)
+        return await ask(client, seconds)
 
     async def asynchronous(targets):
         async with qkvd.AsyncClient(targets) as client:
             return await client.models()
+
+    monkeypatch.setattr(several_sync, "_healthy", healthy)
+    monkeypatch.setattr(several_async, "_healthy", healthy_too)
 
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
         daemon = stack.enter_context(Daemon())
         targets = ",".join([f"127.0.0.1:{one.getsockname()[1]}" for one in silent] + [daemon.target])
         client = stack.enter_context(qkvd.Client(targets))
-        for work in (client.models, lambda: asyncio.run(asynchronous(targets))):
-            begin = time.monotonic()
-            assert work() == []
-            assert time.monotonic() - begin < 3
+        assert client.models() == []
+        assert asyncio.run(asynchronous(targets)) == []
 
 
 @pytest.fixture
@@ -104,24 +122,30 @@ def hung():
         yield mute, well
 
 
-def test_a_daemon_that_hangs_keeps_nobody(hung, rows):
+def test_a_daemon_that_hangs_keeps_nobody(hung, rows, monkeypatch):
     """It is asked in the background, and its sessions are the other's meanwhile, until it answers."""
     mute, well = hung
     k, v = rows(1)
     watches = [thread for thread in threading.enumerate() if thread.name == "qkvd-health"]
-    with qkvd.Client(f"{mute.target},{well.target}", timeout=5) as client:
+    asked = []
+
+    def healthy(client, seconds, *, in_background=False, ask=several_sync._healthy):
+        asked.append((client.target, in_background))
+        return ask(client, seconds, in_background=in_background)
+
+    monkeypatch.setattr(several_sync, "_healthy", healthy)
+    with qkvd.Client(f"{mute.target},{well.target}") as client:
         client.register_model(MODEL)
         for name in SESSIONS[:12]:
             client.open(name, model="m")
-        until = time.monotonic() + 6
-        times = []
-        while time.monotonic() < until:
-            begin = time.monotonic()
+
+        def work():
             client.append([qkvd.Item(session=name, k=k, v=v) for name in SESSIONS[:12]])
             client.match("m", IDS)
-            times.append(time.monotonic() - begin)
-            time.sleep(0.01)
-        assert sum(one > 0.9 for one in times) < 2
+            return asked.count((mute.target, True)) >= 4
+
+        wait_for(work, "it is not asked in the background")
+        assert asked.count((mute.target, False)) == asked.count((well.target, False)) == 1
         os.kill(mute.process.pid, signal.SIGCONT)
         wait_for(lambda: not all(client.has_sessions(SESSIONS[:12])), "it is not found again")
         held = client.daemons[mute.target]
@@ -129,24 +153,29 @@ def test_a_daemon_that_hangs_keeps_nobody(hung, rows):
     wait_for(lambda: watches == [t for t in threading.enumerate() if t.name == "qkvd-health"], "a watch goes on")
 
 
-def test_asyncio_does_not_wait_for_a_daemon_that_hangs(hung, rows):
+def test_asyncio_does_not_wait_for_a_daemon_that_hangs(hung, rows, monkeypatch):
     mute, well = hung
     k, v = rows(1)
+    asked = []
+
+    async def healthy(client, seconds, *, ask=several_async._healthy):
+        asked.append((client.target, asyncio.current_task().get_coro().__name__ == "_watch"))
+        return await ask(client, seconds)
+
+    monkeypatch.setattr(several_async, "_healthy", healthy)
 
     async def work():
-        async with qkvd.AsyncClient(f"{mute.target},{well.target}", timeout=5) as client:
+        async with qkvd.AsyncClient(f"{mute.target},{well.target}") as client:
             await client.register_model(MODEL)
             for name in SESSIONS[:12]:
                 await client.open(name, model="m")
-            until = time.monotonic() + 6
-            times = []
-            while time.monotonic() < until:
-                begin = time.monotonic()
+            until = time.monotonic() + PATIENCE
+            while asked.count((mute.target, True)) < 4:
+                assert time.monotonic() < until
                 await client.append([qkvd.Item(session=name, k=k, v=v) for name in SESSIONS[:12]])
                 await client.match("m", IDS)
-                times.append(time.monotonic() - begin)
                 await asyncio.sleep(0.01)
-            assert sum(one > 0.9 for one in times) < 2
+            assert asked.count((mute.target, False)) == asked.count((well.target, False)) == 1
             os.kill(mute.process.pid, signal.SIGCONT)
             until = time.monotonic() + PATIENCE
             while all(await client.has_sessions(SESSIONS[:12])):
@@ -156,8 +185,9 @@ def test_asyncio_does_not_wait_for_a_daemon_that_hangs(hung, rows):
     asyncio.run(work())
 
 
-def test_health_checks_take_no_more_than_the_call_has(hung):
+def test_health_checks_take_no_more_than_the_call_has(hung, monkeypatch):
     """Those of connectors' lookups have a quarter of a second, of which a scheduler waits."""
+    monkeypatch.setattr("qkvd.several.CHECK_SECONDS", PATIENCE)
     mute, well = hung
     targets = f"{mute.target},{well.target}"
 
@@ -176,11 +206,11 @@ def test_health_checks_take_no_more_than_the_call_has(hung):
             begin = time.monotonic()
             with contextlib.suppress(qkvd.Error):
                 work(client)
-            assert time.monotonic() - begin < 0.7
+            assert time.monotonic() - begin < PATIENCE / 2
         begin = time.monotonic()
         with contextlib.suppress(qkvd.Error):
             asyncio.run(asynchronous(work))
-        assert time.monotonic() - begin < 0.7
+        assert time.monotonic() - begin < PATIENCE / 2
 
 
 def owner_of(name, *daemons):
@@ -205,6 +235,169 @@ def test_a_client_that_nobody_has_watches_no_more(hung, patient):
     del client
     gc.collect()
     wait_for(lambda: not watches(), "a watch goes on")
+
+
+@pytest.mark.parametrize("listed", [lambda client: client.sessions(), lambda client: client.objects()])
+def test_a_list_finds_out_that_a_daemon_has_gone(listed):
+    """Else no list would ever come again."""
+
+    async def asynchronous(targets):
+        async with qkvd.AsyncClient(targets) as client:
+            await client.models()
+            gone.kill()
+            with pytest.raises(qkvd.Unavailable):
+                assert [one async for one in listed(client)]
+            assert [one async for one in listed(client)] == []
+
+    with Daemon() as gone, Daemon() as well:
+        targets = f"{gone.target},{well.target}"
+        with qkvd.Client(targets) as client:
+            client.models()
+            gone.kill()
+            with pytest.raises(qkvd.Unavailable):
+                list(listed(client))
+            assert list(listed(client)) == []
+        gone.start()
+        asyncio.run(asynchronous(targets))
+
+
+class Slow(grpc.GenericRpcHandler):
+    """A server that is healthy, and answers neither the registration of a model nor a lookup."""
+
+    def __init__(self):
+        self.asked, self.over = threading.Event(), threading.Event()
+        self.gone = False
+
+    def wait(self, request, context):
+        self.asked.set()
+        if self.gone:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        self.over.wait(PATIENCE)
+
+    def service(self, details):
+        return grpc.unary_unary_rpc_method_handler(
+            (lambda request, context: SERVING) if details.method == CHECK else self.wait
+        )
+
+
+@pytest.fixture
+def slow():
+    handler, server = Slow(), grpc.server(futures.ThreadPoolExecutor(16))
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    handler.target = f"127.0.0.1:{port}"
+    yield handler
+    handler.over.set()
+    server.stop(None).wait()
+
+
+def test_models_are_brought_within_the_call(slow):
+    """A lookup does not wait for a daemon that is back, and takes no models yet."""
+
+    async def asynchronous(call):
+        async with qkvd.AsyncClient(targets, timeout=PATIENCE) as client:
+            client._kept_models["m"] = call
+            with contextlib.suppress(qkvd.DeadlineExceeded):
+                await client.models(timeout=0.5)
+
+    with Daemon() as well:
+        targets = f"{slow.target},{well.target}"
+        begin = time.monotonic()
+        with qkvd.Client(targets, timeout=PATIENCE) as client:
+            client._kept_models["m"] = register_model(MODEL)
+            with contextlib.suppress(qkvd.DeadlineExceeded):
+                client.models(timeout=0.5)
+        asyncio.run(asynchronous(register_model(MODEL)))
+        assert time.monotonic() - begin < PATIENCE / 2
+
+
+def test_a_daemon_is_used_when_it_has_the_models(slow):
+    """Not before: calls of other threads would not find them."""
+    with qkvd.Client(f"{slow.target},unix:/nobody", retry_for=0) as client, futures.ThreadPoolExecutor(1) as pool:
+        client._kept_models["m"] = register_model(MODEL)
+        asking = pool.submit(client.models)
+        assert slow.asked.wait(PATIENCE)
+        assert client._daemons.all[0].suspect
+        slow.over.set()
+        with pytest.raises(qkvd.Error):
+            asking.result()
+
+    async def asynchronous():
+        async with qkvd.AsyncClient(f"{slow.target},unix:/nobody", retry_for=0) as client:
+            client._kept_models["m"] = register_model(MODEL)
+            asking = asyncio.create_task(client.models())
+            await asyncio.to_thread(slow.asked.wait, PATIENCE)
+            assert client._daemons.all[0].suspect
+            slow.over.set()
+            with pytest.raises(qkvd.Error):
+                await asking
+
+    slow.asked.clear()
+    slow.over.clear()
+    asyncio.run(asynchronous())
+
+
+def test_a_lookup_and_the_check_of_an_owner_have_one_deadline(slow, rows, monkeypatch):
+    """A daemon that does not answer the lookup may own the session that another one has."""
+    asked, slow.gone = [], True
+
+    def healthy(client, seconds, **more):
+        asked.append(seconds)
+        return True
+
+    async def healthy_too(client, seconds):
+        return healthy(client, seconds)
+
+    async def asynchronous(targets):
+        async with qkvd.AsyncClient(targets) as client:
+            await client.match("m", IDS, timeout=0.5)
+
+    monkeypatch.setattr(several_sync, "_healthy", healthy)
+    monkeypatch.setattr(several_async, "_healthy", healthy_too)
+    with Daemon() as well, qkvd.Client(well.target) as one:
+        one.register_model(MODEL)
+        k, v = rows(64)
+        name = next(name for name in SESSIONS if owner_of(name, slow, well) is slow)
+        one.open(name, model="m", tokens=IDS).append(0, k, v)
+        assert one.match("m", IDS).session == name
+        targets = f"{slow.target},{well.target}"
+        with qkvd.Client(targets) as client:
+            client.match("m", IDS, timeout=0.5)
+        asyncio.run(asynchronous(targets))
+    assert len(asked) == 6 and max(asked) <= 0.5
+
+
+def test_a_client_that_is_closed(targets_of_two, rows):
+    """Also one whose batches have gone to several daemons at once."""
+    with qkvd.Client(targets_of_two) as client:
+        client.register_model(MODEL)
+        names = SESSIONS[:12]
+        assert not any(client.has_sessions(names))
+    for call in (lambda: client.has_sessions(names), client.models, lambda: list(client.sessions())):
+        with pytest.raises(qkvd.FailedPrecondition, match="the client is closed"):
+            call()
+
+
+def test_a_watch_ends_with_its_client(hung):
+    mute, well = hung
+
+    async def work():
+        client = qkvd.AsyncClient(f"{mute.target},{well.target}")
+        await client.models()
+        (watch,) = [daemon.watch for daemon in client._daemons.all if daemon.watch is not None]
+        for daemon in client._daemons.all:
+            daemon.watch = None  # as one that begins while the client is being closed
+        await client.close()
+        await asyncio.wait_for(watch, PATIENCE)
+
+    asyncio.run(work())
+
+
+@pytest.fixture
+def targets_of_two():
+    with Daemon() as one, Daemon() as other:
+        yield f"{one.target},{other.target}"
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,8 @@ class AsyncClient:
     async def model(self, name: str, *, timeout: float | None = None) -> model_pb2.GetModelResponse:
         """As `Client.model`."""
         if self._daemons:
-            return (await several_async.each(self, timeout, lambda one: one.model(name, timeout=timeout)))[0][1]
+            backoff = self._backoff(timeout)
+            return (await several_async.each(self, backoff, lambda one, left: one.model(name, timeout=left)))[0][1]
         return await self._call(calls.get_model(name), timeout)
 
     async def models(self, *, timeout: float | None = None) -> list[model_pb2.GetModelResponse]:

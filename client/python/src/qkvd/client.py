@@ -142,7 +142,8 @@ class Client:
     def model(self, name: str, *, timeout: float | None = None) -> model_pb2.GetModelResponse:
         """A registered model, its calibration and how many sessions it has. NotFound."""
         if self._daemons:
-            return several_sync.each(self, timeout, lambda one: one.model(name, timeout=timeout))[0][1]
+            answers = several_sync.each(self, self._backoff(timeout), lambda one, left: one.model(name, timeout=left))
+            return answers[0][1]
         return self._call(calls.get_model(name), timeout)
 
     def models(self, *, timeout: float | None = None) -> list[model_pb2.GetModelResponse]:
@@ -287,7 +288,7 @@ class Client:
         """
         call = calls.match(model, tokens, salt)
         if self._daemons:
-            return several_sync.match(self, timeout, lambda one: one._call(call, timeout))
+            return several_sync.match(self, call, timeout)
         return self._call(call, timeout)
 
     def watch(

@@ -85,7 +85,11 @@ class Within:
 
     def left(self) -> float:
         """Seconds for the next one."""
-        return min(max(self._until - time.monotonic(), 0.001), CHECK_SECONDS)
+        return min(self.rest(), CHECK_SECONDS)
+
+    def rest(self) -> float:
+        """Seconds that the call has."""
+        return max(self._until - time.monotonic(), 0.001)
 
 
 def pauses() -> Iterator[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ import grpc
 import grpc.aio
 
 from qkvd import errors
-from qkvd.calls import Call, Match, checked_timeout
+from qkvd.calls import Backoff, Call, Match, checked_timeout
 from qkvd.items import Item, Result
 from qkvd.locks import UnderWay
 from qkvd.several import CHECK, CHECK_SECONDS, SERVING, Daemon, Within, chosen, found, grouped, in_order, merged, pauses
@@ -32,9 +31,11 @@ async def _watch(client: weakref.ref[AsyncClient], daemon: AsyncClient) -> None:
         await asyncio.sleep(pause)
         if client() is None:
             return
-        with contextlib.suppress(errors.Error):  # it is closed
+        try:
             if await _healthy(daemon, CHECK_SECONDS):
                 return
+        except errors.Error:  # it is closed
+            return
 
 
 async def serves(client: AsyncClient, daemon: Daemon[AsyncClient], within: Within) -> bool:
@@ -43,12 +44,15 @@ async def serves(client: AsyncClient, daemon: Daemon[AsyncClient], within: Withi
         return True
     if daemon.watch is not None and not daemon.watch.done():
         return False
-    daemon.suspect = not await _healthy(daemon.client, within.left())
-    for call in () if daemon.suspect else list(client._kept_models.values()):
+    answers = await _healthy(daemon.client, within.left())
+    for call in list(client._kept_models.values()) if answers else ():
         try:
-            await daemon.client._call(call, None)
-        except errors.Error as error:  # what refuses a model refuses its sessions, too
-            daemon.failed(error)
+            await daemon.client._call(call, within.rest() / 2)
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            answers = False
+        except errors.Error:
+            pass  # what refuses a model refuses its sessions, too
+    daemon.suspect = not answers  # not before it has the models, which calls of other tasks need
     if daemon.suspect and (daemon.watch is None or daemon.watch.done()):
         daemon.watch = asyncio.create_task(_watch(weakref.ref(client), daemon.client))
     return not daemon.suspect
@@ -172,34 +176,32 @@ async def spread(
 
 async def register_model(client: AsyncClient, name: str, call: Call[T], timeout: float | None) -> T:
     """With all that serve; the others get it as soon as they do."""
-    answer = (await each(client, timeout, lambda one: one._call(call, timeout)))[0][1]
+    answer = (await each(client, client._backoff(timeout), lambda one, left: one._call(call, left)))[0][1]
     client._kept_models[name] = call
     return answer
 
 
 async def each(
-    client: AsyncClient, timeout: float | None, work: Callable[[AsyncClient], Awaitable[T]]
+    client: AsyncClient, backoff: Backoff, work: Callable[[AsyncClient, float], Awaitable[T]]
 ) -> list[tuple[Daemon[AsyncClient], T]]:
     """The answers of all that serve; those that lack what was asked for, or are gone, are passed over unless all are."""
 
-    seconds = checked_timeout(client._connection.timeout if timeout is None else timeout)
-
     async def attempt(daemon: Daemon[AsyncClient]) -> tuple[Daemon[AsyncClient], T] | errors.Error:
         try:
-            return daemon, await work(daemon.client)
+            return daemon, await work(daemon.client, backoff.left())
         except errors.Error as error:
             daemon.failed(error)
             return error
 
-    return found(await asyncio.gather(*(attempt(daemon) for daemon in await serving(client, seconds))))
+    return found(await asyncio.gather(*(attempt(daemon) for daemon in await serving(client, backoff.left()))))
 
 
 async def match(client: AsyncClient, call: Call[Match], timeout: float | None) -> Match:
     """The longest of all, of a session that is reached by its name."""
-    best = Match("", 0, 0, 0, 0.0)
-    for daemon, one in await each(client, timeout, lambda it: it._call(call, timeout)):
+    best, backoff = Match("", 0, 0, 0, 0.0), client._backoff(timeout)
+    for daemon, one in await each(client, backoff, lambda it, left: it._call(call, left)):
         longer = (one.tokens, one.tokens_in_memory) > (best.tokens, best.tokens_in_memory)
-        if longer and await owner(client, one.session) is daemon:
+        if longer and await owner(client, one.session, backoff.left()) is daemon:
             best = one
     return best
 
@@ -207,7 +209,7 @@ async def match(client: AsyncClient, call: Call[Match], timeout: float | None) -
 async def models(client: AsyncClient, timeout: float | None) -> list[model_pb2.GetModelResponse]:
     """Of all, each tenant's name once."""
     by_name: dict[tuple[str, str], model_pb2.GetModelResponse] = {}
-    for _, part in await each(client, timeout, lambda one: one.models(timeout=timeout)):
+    for _, part in await each(client, client._backoff(timeout), lambda one, left: one.models(timeout=left)):
         for model in part:
             by_name.setdefault((model.model.name, model.tenant), model)
     return [by_name[name] for name in sorted(by_name)]
@@ -217,7 +219,11 @@ async def listed(client: AsyncClient, work: Callable[[AsyncClient], AsyncIterato
     """Of all daemons, by name."""
     parts = []
     for daemon in await serving(client):
-        parts.append([one async for one in work(daemon.client)])
+        try:
+            parts.append([one async for one in work(daemon.client)])
+        except errors.Error as error:
+            daemon.failed(error)
+            raise
     return list(heapq.merge(*parts, key=name))
 
 

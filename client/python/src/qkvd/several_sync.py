@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from qkvd import calls, errors, waits
-from qkvd.calls import Call, Match
+from qkvd.calls import Backoff, Call, Match
 from qkvd.decode import DecodeStream
 from qkvd.items import Item, Result, check_outs
 from qkvd.locks import Lock, calls_under_way
@@ -40,6 +40,7 @@ class Threads:
         self._most = most
         self._process = 0
         self._pool: futures.ThreadPoolExecutor | None = None
+        self._closed = False
         self._lock = Lock()
 
     def map(self, works: Sequence[Callable[[], T]]) -> list[T]:
@@ -47,18 +48,21 @@ class Threads:
         if len(works) < 2:
             return [work() for work in works]
         with self._lock:
+            if self._closed:
+                raise errors.FailedPrecondition("the client is closed")
             if self._pool is None or self._process != os.getpid():
                 self._process = os.getpid()
                 self._pool = futures.ThreadPoolExecutor(CALLERS * self._most, "qkvd-daemons")  # made as they are needed
-            pool = self._pool
-        others = [pool.submit(work) for work in works[:-1]]
+            others = [self._pool.submit(work) for work in works[:-1]]
         last = works[-1]()
         return [*(one.result() for one in others), last]
 
     def close(self) -> None:
         """Ends them."""
-        if self._pool is not None and self._process == os.getpid():
-            self._pool.shutdown(wait=False)
+        with self._lock:
+            self._closed = True
+            if self._pool is not None and self._process == os.getpid():
+                self._pool.shutdown(wait=False)
 
 
 class Watch(threading.Thread):
@@ -97,12 +101,15 @@ def serves(client: Client, daemon: Daemon[Client], within: Within) -> bool:
         return True
     if daemon.watch is not None and daemon.watch.goes_on():
         return False
-    daemon.suspect = not _healthy(daemon.client, within.left())
-    for call in () if daemon.suspect else list(client._kept_models.values()):
+    answers = _healthy(daemon.client, within.left())
+    for call in list(client._kept_models.values()) if answers else ():
         try:
-            daemon.client._call(call, None)
-        except errors.Error as error:  # what refuses a model refuses its sessions, too
-            daemon.failed(error)
+            daemon.client._call(call, within.rest() / 2)
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            answers = False
+        except errors.Error:
+            pass  # what refuses a model refuses its sessions, too
+    daemon.suspect = not answers  # not before it has the models, which calls of other threads need
     if daemon.suspect:
         with client._lock, contextlib.suppress(RuntimeError):  # no thread is left: the next call asks itself
             if daemon.watch is None or not daemon.watch.goes_on():
@@ -227,31 +234,31 @@ def spread(
 
 def register_model(client: Client, name: str, call: Call[T], timeout: float | None) -> T:
     """With all that serve; the others get it as soon as they do."""
-    answer = each(client, timeout, lambda one: one._call(call, timeout))[0][1]
+    answer = each(client, client._backoff(timeout), lambda one, left: one._call(call, left))[0][1]
     client._kept_models[name] = call
     return answer
 
 
-def each(client: Client, timeout: float | None, work: Callable[[Client], T]) -> list[tuple[Daemon[Client], T]]:
+def each(client: Client, backoff: Backoff, work: Callable[[Client, float], T]) -> list[tuple[Daemon[Client], T]]:
     """The answers of all that serve; those that lack what was asked for, or are gone, are passed over unless all are."""
 
     def attempt(daemon: Daemon[Client]) -> tuple[Daemon[Client], T] | errors.Error:
         try:
-            return daemon, work(daemon.client)
+            return daemon, work(daemon.client, backoff.left())
         except errors.Error as error:
             daemon.failed(error)
             return error
 
-    all_of_them = serving(client, client._seconds(timeout))
+    all_of_them = serving(client, backoff.left())
     return found(client._threads.map([lambda d=d: attempt(d) for d in all_of_them]))  # type: ignore[misc]
 
 
-def match(client: Client, timeout: float | None, work: Callable[[Client], Match]) -> Match:
+def match(client: Client, call: Call[Match], timeout: float | None) -> Match:
     """The longest of all, of a session that is reached by its name."""
-    best = Match("", 0, 0, 0, 0.0)
-    for daemon, one in each(client, timeout, work):
+    best, backoff = Match("", 0, 0, 0, 0.0), client._backoff(timeout)
+    for daemon, one in each(client, backoff, lambda it, left: it._call(call, left)):
         longer = (one.tokens, one.tokens_in_memory) > (best.tokens, best.tokens_in_memory)
-        if longer and owner(client, one.session) is daemon:
+        if longer and owner(client, one.session, backoff.left()) is daemon:
             best = one
     return best
 
@@ -259,7 +266,7 @@ def match(client: Client, timeout: float | None, work: Callable[[Client], Match]
 def models(client: Client, timeout: float | None) -> list[model_pb2.GetModelResponse]:
     """Of all, each tenant's name once."""
     by_name: dict[tuple[str, str], model_pb2.GetModelResponse] = {}
-    for _, part in each(client, timeout, lambda one: one.models(timeout=timeout)):
+    for _, part in each(client, client._backoff(timeout), lambda one, left: one.models(timeout=left)):
         for model in part:
             by_name.setdefault((model.model.name, model.tenant), model)
     return [by_name[name] for name in sorted(by_name)]
@@ -267,7 +274,15 @@ def models(client: Client, timeout: float | None) -> list[model_pb2.GetModelResp
 
 def listed(client: Client, work: Callable[[Client], Iterator[T]], name: Callable[[T], str]) -> Iterator[T]:
     """Of all daemons, by name."""
-    return iter(heapq.merge(*(work(daemon.client) for daemon in serving(client)), key=name))
+
+    def part(daemon: Daemon[Client]) -> Iterator[T]:
+        try:
+            yield from work(daemon.client)
+        except errors.Error as error:
+            daemon.failed(error)
+            raise
+
+    return iter(heapq.merge(*map(part, serving(client)), key=name))
 
 
 def append(client: Client, batch: Sequence[Item], timeout: float | None) -> int:
