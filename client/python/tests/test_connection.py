@@ -320,6 +320,34 @@ def test_a_daemon_that_stops_reading(kind):
         asyncio.run(one())
 
 
+def test_libqkv_and_grpcio_have_one_deadline(client, session, rows, monkeypatch):
+    """Where the one has failed, the other has the rest of the time."""
+    k, v = rows(3)
+    session.append(0, k, v)
+    given = []
+
+    def fails(*_):
+        time.sleep(0.5)
+
+    def call(_, timeout):
+        given.append(timeout)
+        return kv_cache_pb2.AppendResponse(tokens=3)
+
+    def fetch_rows(*_, timeout, **__):
+        given.append(timeout)
+        return iter(())
+
+    monkeypatch.setattr(client._native, "usable", lambda: True)
+    monkeypatch.setattr(client._native, "append", fails)
+    monkeypatch.setattr(session, "_fetch_native", fails)
+    monkeypatch.setattr(client, "_call", call)
+    monkeypatch.setattr(client, "fetch_rows", fetch_rows)
+    assert session.append(0, k, v, timeout=10) == 3
+    session.fetch(0, timeout=10)
+    assert len(given) == 2 and max(given) <= 9.5
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("call", ["append", "attend", "fetch"])
 def test_daemon_that_comes_back(tmp_path, rows, queries, call):
     """A call that meets nobody waits for the daemon's return; sessions on the SSD are there again."""

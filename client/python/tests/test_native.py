@@ -1,11 +1,13 @@
 """Rows by libqkv: what qkvd-native changes is the way, not what comes."""
 
+import gc
 import os
 import threading
 
 import numpy as np
 import pytest
 from conftest import DIM, KV_HEADS, Q_HEADS
+from daemon import Daemon, wait_for
 
 import qkvd
 
@@ -165,8 +167,6 @@ def test_threads(alone, model, name, rows):
 
 
 def test_a_daemon_that_stops_and_one_that_comes_back(rows):
-    from daemon import Daemon
-
     model = qkvd.Model(
         name="m", layers=1, kv_heads=KV_HEADS, q_heads=Q_HEADS, key_dim=DIM, value_dim=DIM, dtype="fp32", policy=qkvd.EXACT
     )
@@ -186,6 +186,20 @@ def test_a_daemon_that_stops_and_one_that_comes_back(rows):
         client.register_model(model)
         session = client.open("s", model="m")
         assert session.append(0, k, v) == TOKENS and same(session.fetch(0), (k, v))
+
+
+def test_a_client_that_nobody_has_leaves_no_connection(daemon, client, model, name, rows):
+    def opened():
+        return len(os.listdir("/proc/self/fd"))
+
+    with client.open(name, model=model.name) as session:
+        before = opened()
+        other = qkvd.Client(daemon.target, native=True)
+        other.append([qkvd.Item(session=session.name, k=rows(1)[0], v=rows(1)[1])])
+        assert opened() > before
+        del other
+        gc.collect()
+        wait_for(lambda: opened() <= before, "a connection stays")
 
 
 @pytest.mark.filterwarnings("ignore:This process")

@@ -631,6 +631,24 @@ def test_calls_have_their_key(rows, recorded, placement, expected):
 
 
 @pytest.mark.skipif(not native.installed(), reason="qkvd-native is not installed")
+def test_others_stand_in_where_libqkv_finds_nobody(rows):
+    with Daemon() as gone, Daemon() as well, qkvd.Client(f"{gone.target},{well.target}") as client:
+        client.register_model(MODEL)
+        name = next(name for name in SESSIONS if owner_of(name, gone, well) is gone)
+        session = client.open(name, model="m")
+        session.append(0, *rows(3))
+        gone.kill()
+        with pytest.raises(qkvd.Unavailable):
+            session.append(0, *rows(3), coded=1)  # is not repeated
+        for call in (lambda: session.append(0, *rows(3), coded=1), lambda: session.fetch(0, coded=1)):
+            with pytest.raises(qkvd.NotFound):
+                call()
+        client._daemons.all[0].suspect = False  # as before the first call that finds nobody
+        with pytest.raises(qkvd.NotFound):
+            session.fetch(0)
+
+
+@pytest.mark.skipif(not native.installed(), reason="qkvd-native is not installed")
 @pytest.mark.parametrize(("placement", "expected"), [("", "s"), ("label", "label")])
 def test_calls_of_libqkv_have_their_key(rows, recorded, placement, expected):
     """By libqkv, then, as that has failed, by grpcio."""

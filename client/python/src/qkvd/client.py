@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -417,17 +417,17 @@ class Client:
         packed = [items.pack(item) for item in batch]
         if not packed:
             return 0
-        key = batch[0].session
+        key, backoff = batch[0].session, self._backoff(timeout)
         if self._native.usable() and all(item.k is not None and item.q is None and not item.placed for item in packed):
             new = self._native.append(packed, self._seconds(timeout))
             if new is not None:
                 return new
+            timeout = backoff.left()
         read = calls.reader(kv_cache_pb2.AppendResponse)
         if sum(item.bytes for item in packed) <= items.UNARY_BYTES and len(packed) <= items.APPEND_ITEMS:
             # On the wire a stream of one message is a unary call; here it needs no thread of its own.
             message = b"".join(items.append_messages(packed))
             return self._call(Call(calls.CACHE + "Append", message, read, True, key, step=True), timeout).tokens
-        backoff = self._backoff(timeout)
         while True:
             try:
                 outgoing = calls.Outgoing(items.append_messages(packed))
@@ -524,6 +524,12 @@ class Client:
     def _at(self, key: str | None) -> Client:
         """The client whose calls reach the session's daemon: this one, or one of several."""
         return several_sync.owner(self, key).client if self._daemons else self
+
+    def _coded(self, session: str, timeout: float | None, work: Callable[[Client, float], T]) -> T:
+        """A coded transfer, which is not repeated, with the client of the session's daemon."""
+        if self._daemons:
+            return several_sync.routed(self, session, timeout, False, work)
+        return work(self, self._seconds(timeout))
 
     def _fetches_native(self, session: str) -> bool:
         """Whether rows of this session come by libqkv; where its daemon does not answer, the call says so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +168,10 @@ class Session(SessionState):
         with self._turn(layer, position):
             item = self._rows(layer, k, v, None, position, rope=rope, tokens=tokens)
             if coded:
-                new = self._client._at(self.name)._native.append_encoded(pack(item), coded, self._client._seconds(timeout))
+                packed = pack(item)
+                new = self._client._coded(
+                    self.name, timeout, lambda one, left: one._native.append_encoded(packed, coded, left)
+                )
             else:
                 new = self._client.append([item], timeout=timeout)
             self._took(layer, max(self._length(layer), item.position + len(k)))
@@ -231,13 +234,17 @@ class Session(SessionState):
 
         DataLoss: a page on the SSD is damaged.
         """
-        if coded or (part == "both" and not heads_first and self._client._fetches_native(self.name)):
-            if part != "both" or heads_first:
-                raise InvalidArgument("coded fetches give both parts, tokens first")
-            filled = self._fetch_native(layer, begin, end, dtype, rope, out, coded, timeout)
-            if filled is not None:
-                return filled
-        backoff = self._client._backoff(timeout)
+        if coded and (part != "both" or heads_first):
+            raise InvalidArgument("coded fetches give both parts, tokens first")
+        asked = (layer, begin, end, dtype, rope, out, coded)
+        backoff, filled = self._client._backoff(timeout), None
+        if coded:
+            filled = self._client._coded(self.name, timeout, lambda one, left: self._fetch_native(one, *asked, left))
+        elif part == "both" and not heads_first and self._client._fetches_native(self.name):
+            with suppress(Unavailable):  # grpcio waits for a daemon that comes back
+                filled = self._fetch_native(self._client._at(self.name), *asked, self._client._seconds(timeout))
+        if filled is not None:
+            return filled
         while True:
             gathered = Gathered(out, self._expected(layer, begin, end), heads_first)
             try:
@@ -251,17 +258,16 @@ class Session(SessionState):
                 self._client._sleep(backoff.pause(error, True))
 
     def _fetch_native(
-        self, layer: int, begin: int, end: int, dtype: str | None, rope: RopeForm, out: tuple[Any, Any] | None,
-        coded: int, timeout: float | None,
+        self, client: Client, layer: int, begin: int, end: int, dtype: str | None, rope: RopeForm,
+        out: tuple[Any, Any] | None, coded: int, seconds: float,
     ) -> tuple[Array, Array] | None:  # fmt: skip
         """By libqkv; None where that is not possible."""
-        client, seconds = self._client._at(self.name), self._client._seconds(timeout)
         expected = self._expected(layer, begin, end)
         if rope not in ROPE_FORMS or (not coded and (begin < 0 or end < 0 or (out is None and not expected))):
             return None
         if coded:
             client._native.demand()
-        found = native.places(out, expected, dtype_number(dtype), client._geometry(self.model, timeout, anew=coded > 0))
+        found = native.places(out, expected, dtype_number(dtype), client._geometry(self.model, seconds, anew=coded > 0))
         if found is None and coded:
             raise InvalidArgument("out is not two dense arrays of the model's shapes and of the dtype")
         if found is None:

@@ -8,6 +8,7 @@ stay behind.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -101,14 +102,16 @@ class Handle:
         self._place = _ffi.new("qkv_client **")
         failure = _Failure()
         failure.check(_lib.qkv_client_connect(target.encode(), options, self._place, failure.place))
+        self._end = weakref.finalize(self, _close, self._place, os.getpid())
+        self._end.atexit = False
 
     def set_timeout(self, timeout_ms: int) -> None:
         """Of the calls to come."""
         _lib.qkv_client_set_timeout(self._place[0], timeout_ms)
 
     def close(self) -> None:
-        """Closes the connection; sessions stay open in the daemon."""
-        _lib.qkv_client_close(self._place)
+        """Closes the connection, as the end of the object does; sessions stay open in the daemon."""
+        self._end()
 
     def append(self, rows: Sequence[Rows]) -> int:
         """Appends in one message; gives how many tokens were new."""
@@ -179,6 +182,12 @@ class Handle:
         failure = _Failure()
         failure.check(_lib.qkv_client_fetch_decoded(self._place[0], request, threads, place, failure.place))
         return place.position, place.tokens
+
+
+def _close(place: Any, process: int) -> None:
+    """Not in a child of fork()."""
+    if process == os.getpid():
+        _lib.qkv_client_close(place)
 
 
 def _shape(memory: Any) -> tuple[int, int, int]:
