@@ -147,8 +147,8 @@ run_unit() {
   if native_environment; then
     install_wheel native
     say "the same with rows by libqkv"
-    run_pytest native $here/test_native.py $here/test_sessions.py $here/test_connection.py $here/test_prefixes.py \
-      $here/test_several.py $here/test_security.py
+    run_pytest native $here/test_native.py $here/test_sessions.py $here/test_connection.py $here/test_fork.py \
+      $here/test_prefixes.py $here/test_several.py $here/test_security.py
   fi
   say "ruff and mypy"
   build/python/unit/bin/ruff check --no-cache -q client/python

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import DIM, FLOATS, KV_HEADS, Q_HEADS, attention
 from daemon import PATIENCE, Daemon, wait_for
-from test_connection import in_child, new_grpc
+from test_fork import in_child, new_grpc
 
 import qkvd
 from qkvd.aio import AsyncDecodeStream
@@ -211,6 +211,7 @@ def test_a_client_is_closed_under_a_call(run, daemon, monkeypatch):
             put = asyncio.create_task(client.put_object("o", b"x"))
             while len(begun) < 3:
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
             await client.close()
             for task in (waiting, step, put):
                 with pytest.raises(qkvd.Cancelled, match="the client was closed"):

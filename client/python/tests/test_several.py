@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import DIM, KV_HEADS, Q_HEADS
 from daemon import PATIENCE, Daemon, wait_for
-from test_connection import in_child, new_grpc
+from test_fork import in_child, new_grpc
 
 import qkvd
 from qkvd import native, place, several_async, several_sync

@@ -9,7 +9,7 @@ from daemon import Daemon
 from proxy import Proxy
 from readme import TARGET, python_example
 from secured import Secured
-from test_connection import in_child, new_grpc
+from test_fork import in_child, new_grpc
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
