@@ -67,6 +67,7 @@ class AsyncClient:
         self._stubs: dict[tuple[str, str], Any] = {}
         self._process = os.getpid()
         self._closed = False
+        self._waiting: set[asyncio.Future[Any]] = set()
 
     @property
     def target(self) -> str:
@@ -96,6 +97,8 @@ class AsyncClient:
         senders, self._senders = self._senders, None
         if channel is not None:
             await channel.close(None)
+        for answer in self._waiting:
+            answer.cancel()
         if senders is not None:
             await asyncio.get_running_loop().run_in_executor(None, close, senders)
         for daemon in self._daemons.all:
@@ -470,13 +473,22 @@ class AsyncClient:
     async def _answer(self, answer: Awaitable[T], left: float, method: str, timeout: float | None) -> T:
         """Waits until the deadline, also where gRPC would wait longer (waits.py)."""
         try:
-            return await asyncio.wait_for(answer, left + GRACE)
+            return await self._wait_for(answer, left + GRACE)
         except asyncio.TimeoutError:
             seconds = self._connection.timeout if timeout is None else timeout
             raise calls.late(method.rpartition("/")[2], seconds) from None
         except asyncio.CancelledError:
             self._check_closed()
             raise
+
+    async def _wait_for(self, answer: Awaitable[T], seconds: float) -> T:
+        """Until the client is closed at most: gRPC does not cancel calls that have just begun then."""
+        waiting = asyncio.ensure_future(answer)
+        self._waiting.add(waiting)
+        try:
+            return await asyncio.wait_for(waiting, seconds)
+        finally:
+            self._waiting.discard(waiting)
 
     def _check_closed(self) -> None:
         """What grpc.aio calls cancelled is the task, unless the client has been closed under a call. (Python 3.10 does not
@@ -642,7 +654,7 @@ class AsyncDecodeStream:
                     calls_under_way.stream_begins()
                 self._ends = weakref.finalize(self, calls_under_way.stream_ends)
                 self._ends.atexit = False
-            answer = await asyncio.wait_for(self._exchange(message), seconds)
+            answer = await self._client._wait_for(self._exchange(message), seconds)
             if answer is not _END:
                 return bytes(answer)
             self._fail(errors.Unavailable("the daemon has ended the decode stream"))
