@@ -27,7 +27,7 @@ const qkv_attend *qkvi_pieces_request(const qkvi_pieces *pieces);
 // Attends some more of it, for as long as a turn takes or pages are kept; holds nothing afterwards. Waits. `*done`:
 // out and lse are complete. Errors as of qkvi_restore, and qkvi_attend_was_cut. Results differ from those in one
 // piece by rounding alone.
-qkv_status qkvi_pieces_go_on(qkvi_pieces *pieces, bool *done, qkv_error *error);
+qkv_status qkvi_pieces_go_on(qkvi_pieces *all, bool *done, qkv_error *error);
 
 // Whether pages that took `back_ns` to come back, and have been attended for `ran_ns` since, are kept for another
 // turn. Attends that need each other's memory would else do little but read their pages again for each turn; others
