@@ -20,7 +20,7 @@
 // has none.
 //
 // Places in the queue are shared by such a threshold, too: a flow's jobs wait while they are fewer than QKV_FAIR_PART
-// times the places that are left. So one that is alone has three quarters of the places, and others find room.
+// times the places that are left. So one that is alone has three quarters of the places, and others find one.
 // Flow 0, the owner's own jobs, may have all; so may a job that has run for a while and is queued again for what is
 // left of it, as it would else keep its thread. For those there are QKV_FAIR_AGAIN more places where all are taken:
 // enough, as the thread of each takes another job then.

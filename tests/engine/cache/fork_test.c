@@ -360,16 +360,21 @@ static void test_eviction_of_shared_pages(void **state) {
   end(&w);
 }
 
+// A layer of 9 pages, and a fork that sees the first 3 of them. Returns the range of both.
+static const qkv_page_range *begin_forked_early(world *w) {
+  begin(w, 1);
+  init_pair(w, &w->holders[0]);
+  append(w, &w->holders[0], 64 * 10);
+  fork_holder(w, &w->holders[0], 5 + 64 * 3);
+  return w->holders[1].layer.ranges[0].range;
+}
+
 // Pages behind a fork, of a layer that has ended: the range is the fork's alone, which does not see them.
 static void test_eviction_frees_what_no_layer_sees(void **state) {
   (void)state;
   world w;
-  begin(&w, 1);
+  const qkv_page_range *range = begin_forked_early(&w);
   holder *h = w.holders;
-  init_pair(&w, &h[0]);
-  append(&w, &h[0], 64 * 10);
-  fork_holder(&w, &h[0], 5 + 64 * 3);
-  const qkv_page_range *range = h[1].layer.ranges[0].range;
   const uint64_t coded = qkv_layer_read_usage(&h[0].layer).bytes_coded;
   end_holder(&h[0]);
   assert_int_equal(range->count, 9);
@@ -382,16 +387,12 @@ static void test_eviction_frees_what_no_layer_sees(void **state) {
   end(&w);
 }
 
-// A session in memory alone is never evicted.
+// The same without eviction, as of a daemon without an SSD.
 static void test_an_append_frees_what_no_layer_sees(void **state) {
   (void)state;
   world w;
-  begin(&w, 1);
+  const qkv_page_range *range = begin_forked_early(&w);
   holder *h = w.holders;
-  init_pair(&w, &h[0]);
-  append(&w, &h[0], 64 * 10);
-  fork_holder(&w, &h[0], 5 + 64 * 3);
-  const qkv_page_range *range = h[1].layer.ranges[0].range;
   append(&w, &h[1], 64 * 2);
   assert_int_equal(range->count, 9);  // the parent sees them
   end_holder(&h[0]);
