@@ -1,5 +1,6 @@
 // Lists of very many sessions: what other callers of the store wait for, and which sessions they have while others
 // are opened and closed.
+#include <limits.h>
 #include <math.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -109,18 +110,23 @@ static void *list_first(void *context) {
 
 // A session is opened and closed between two parts of a list, not behind all lists that overlap.
 static void test_lists_keep_nobody_waiting(void **state) {
+  enum { ROUNDS = 10 };
   (void)state;
   lister of = {.store = make_full(SESSIONS)};
   pthread_t threads[LISTERS];
   for (int i = 0; i < LISTERS; i++) assert_int_equal(pthread_create(&threads[i], NULL, list_first, &of), 0);
   while (of.lists < LISTERS) sched_yield();
-  const int before = of.lists;
-  for (int i = 0; i < OPENED; i++) assert_true(open_one(of.store, "x", i) && close_one(of.store, "x", i));
-  const int lists = of.lists - before;
+  // In each of these, where a list keeps others waiting; where none does, a round without a processor may see many.
+  int lists = INT_MAX;
+  for (int round = 0; round < ROUNDS && lists > OPENED / 2; round++) {
+    const int before = of.lists;
+    for (int i = 0; i < OPENED; i++) assert_true(open_one(of.store, "x", i) && close_one(of.store, "x", i));
+    if (of.lists - before < lists) lists = of.lists - before;
+  }
   of.done = true;
   for (int i = 0; i < LISTERS; i++) assert_int_equal(pthread_join(threads[i], NULL), 0);
   assert_int_equal(of.wrong, 0);
-  if (lists > OPENED / 2) fail_msg("%d lists ended while %d sessions were opened and closed", lists, OPENED);
+  if (lists > OPENED / 2) fail_msg("at least %d lists ended while %d sessions were opened and closed", lists, OPENED);
   qkv_store_destroy(&of.store);
 }
 
