@@ -207,11 +207,24 @@ static void close_for(inspected *connection, int file, qkvi_http2_verdict reason
   log_closed(file, reason);
 }
 
+// ---- The functions that ours replace ----
+
+// The one that gRPC and OpenSSL would call otherwise, kept in found. It is loaded explicitly: gcc 12 calls through an
+// _Atomic pointer to a function without an atomic load.
+static void *find_next(_Atomic(void *) *found, const char *name) {
+  void *function = atomic_load_explicit(found, memory_order_acquire);
+  if (function != NULL) return function;
+  function = dlsym(RTLD_NEXT, name);
+  assert(function != NULL);
+  atomic_store_explicit(found, function, memory_order_release);
+  return function;
+}
+
 // ---- Turns ----
 
 static int watch(int poller, int operation, int file, struct epoll_event *event) {
-  static _Atomic(int (*)(int, int, int, struct epoll_event *)) real;
-  if (real == NULL) real = (int (*)(int, int, int, struct epoll_event *))dlsym(RTLD_NEXT, "epoll_ctl");
+  static _Atomic(void *) found;
+  __typeof__(epoll_ctl) *real = (__typeof__(epoll_ctl) *)find_next(&found, "epoll_ctl");
   return real(poller, operation, file, event);
 }
 
@@ -352,8 +365,8 @@ static void take_turn(inspected *connection, size_t received) {
 // ---- Reading ----
 
 static ssize_t receive(int file, struct msghdr *message, int flags) {
-  static _Atomic(ssize_t(*)(int, struct msghdr *, int)) real;
-  if (real == NULL) real = (ssize_t(*)(int, struct msghdr *, int))dlsym(RTLD_NEXT, "recvmsg");
+  static _Atomic(void *) found;
+  __typeof__(recvmsg) *real = (__typeof__(recvmsg) *)find_next(&found, "recvmsg");
   return real(file, message, flags);
 }
 
@@ -499,8 +512,8 @@ ssize_t recvmsg(int file, struct msghdr *message, int flags) {
 
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
 ssize_t sendmsg(int file, const struct msghdr *message, int flags) {
-  static _Atomic(ssize_t(*)(int, const struct msghdr *, int)) real;
-  if (real == NULL) real = (ssize_t(*)(int, const struct msghdr *, int))dlsym(RTLD_NEXT, "sendmsg");
+  static _Atomic(void *) found;
+  __typeof__(sendmsg) *real = (__typeof__(sendmsg) *)find_next(&found, "sendmsg");
   const ssize_t sent = real(file, message, flags);
   inspected *connection = sent > 0 ? find(file) : NULL;
   if (connection != NULL && !connection->tls)
@@ -516,8 +529,8 @@ ssize_t sendmsg(int file, const struct msghdr *message, int flags) {
 // The descriptor's next user may be none of gRPC's connections.
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
 int close(int file) {
-  static _Atomic(int (*)(int)) real;
-  if (real == NULL) real = (int (*)(int))dlsym(RTLD_NEXT, "close");
+  static _Atomic(void *) found;
+  __typeof__(close) *real = (__typeof__(close) *)find_next(&found, "close");
   inspected *connection = find(file);
   if (connection != NULL) forget(connection);
   return real(file);
@@ -583,9 +596,9 @@ static qkvi_http2_verdict count_records(const passing *sent) {
 
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
 int SSL_read(SSL *ssl, void *bytes, int most) {
-  static _Atomic(int (*)(SSL *, void *, int)) real;
+  static _Atomic(void *) found;
   passing sent;
-  if (real == NULL) real = (int (*)(SSL *, void *, int))dlsym(RTLD_NEXT, "SSL_read");
+  __typeof__(SSL_read) *real = (__typeof__(SSL_read) *)find_next(&found, "SSL_read");
   const bool linked = find_linked(ssl, &sent);
   if (linked) SSL_set_msg_callback(ssl, on_protocol);
   records = handshakes = 0;
@@ -605,8 +618,8 @@ int SSL_read(SSL *ssl, void *bytes, int most) {
 
 // NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name)
 int SSL_write(SSL *ssl, const void *bytes, int most) {
-  static _Atomic(int (*)(SSL *, const void *, int)) real;
-  if (real == NULL) real = (int (*)(SSL *, const void *, int))dlsym(RTLD_NEXT, "SSL_write");
+  static _Atomic(void *) found;
+  __typeof__(SSL_write) *real = (__typeof__(SSL_write) *)find_next(&found, "SSL_write");
   const int count = real(ssl, bytes, most);
   passing replied;
   if (count <= 0 || !find_linked(ssl, &replied)) return count;
