@@ -51,15 +51,15 @@ def test_notice_comes_before_calls_are_refused():
         answers = cache.stub.Decode(requests(), timeout=TIMEOUT)
         next(answers)
         began = time.monotonic()
-        admin(daemon).Drain(admin_pb2.DrainRequest(notice_ms=1500), timeout=TIMEOUT)
+        admin(daemon).Drain(admin_pb2.DrainRequest(notice_ms=3000), timeout=TIMEOUT)
         wait_for(lambda: health(daemon) == NOT_SERVING, "it does not say that it is not ready")
         cache.info()  # a new call is served
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 3
         with pytest.raises(grpc.RpcError) as caught:
             while True:
                 cache.info()
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - began >= 1.4
+        assert time.monotonic() - began >= 2.9
         daemon.terminate()  # as Kubernetes does next: it is drained already
         time.sleep(0.2)
         assert daemon.alive()

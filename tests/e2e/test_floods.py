@@ -171,21 +171,21 @@ def test_connections_of_a_peer_that_comes_again():
     """They are accepted more slowly than others: 16 in 20 ms, once they have half of the points that close one."""
     with Daemon("--limit-control-frames", "100") as daemon:
         host, port = daemon.tcp.rsplit(":", 1)
-        held = []
 
         def seconds(count, sources):
-            begun = time.monotonic()
+            held, begun = [], time.monotonic()
             for i in range(count):
-                source = f"127.0.{sources}.{1 + i // 20 if sources == 2 else 1}", 0
+                source = f"127.0.{sources}.{1 + i // 20 if sources != 3 else 1}", 0
                 held.append(socket.create_connection((host, int(port)), timeout=PATIENCE, source_address=source))
                 held[-1].sendall(PREFACE + setting())
             assert held[-1].recv(1)  # the daemon greets, too
-            return time.monotonic() - begun
+            took = time.monotonic() - begun
+            for connection in held:
+                connection.close()
+            return took
 
-        others = seconds(1200, 2)
+        others = min(seconds(1200, 2), seconds(1200, 4))  # a busy machine delays one of them
         assert seconds(1200, 3) > others + 0.4  # of 1.1 s
-        for connection in held:
-            connection.close()
 
 
 def test_pauses():

@@ -311,7 +311,7 @@ def test_rates_hold_calls_back(quotas):
         assert admin.usage("a").rows - used == 1000
         began = time.monotonic()
         other.info()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 2
         cache.append(1000, *cache.rows(2000))
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota rows_per_second of tenant a is 200, it has used"):
             cache.info()
