@@ -5,6 +5,7 @@ rounds, and the spread of the quiet p99 says how much the machine varies by itse
 another daemon of this machine, which takes processor time from the tenant and nothing else."""
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -19,7 +20,16 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=3, help="looks of each kind, quiet and under attack")
     parser.add_argument("--only", action="append", help="an attack, by name; may be given several times")
     parser.add_argument("--list", action="store_true", help="print the attacks' names")
+    parser.add_argument("--apart", action="store_true", help="as with machines of their own: the daemons have one half of the "
+                        "processors, the clients the other, which the tenant's client gets at once when it wants it, by real-time "
+                        "priority (CAP_SYS_NICE)")
     return parser.parse_args()
+
+
+def prioritize(policy):
+    """All threads of this process."""
+    for task in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(task), policy, os.sched_param(os.sched_get_priority_min(policy)))
 
 
 def main():
@@ -35,22 +45,38 @@ def main():
     if options.list:
         print("\n".join(ATTACKS))
         return 0
+    processors = sorted(os.sched_getaffinity(0))
+    half = len(processors) // 2
+    if options.apart and half == 0:
+        sys.exit("measure.py: --apart needs two processors")
+    if options.apart:
+        os.sched_setaffinity(0, processors[half:])  # later threads and processes, too
+    pin = functools.partial(os.sched_setaffinity, 0, processors[:half]) if options.apart else None
+
+    def observe(victim, seconds):
+        if options.apart:
+            prioritize(os.SCHED_RR)
+        seen = victim.look(seconds)
+        if options.apart:
+            prioritize(os.SCHED_OTHER)  # before the next attacker is started
+        return seen
+
     print("| attack | p50, quiet and attacked | p99, quiet (lowest to highest), elsewhere and attacked | of quiet, elsewhere and "
           "attacked | health check, p99 | longest | resident memory |")
     print("|---|---|---|---|---|---|---|")
     missed = []
     for name in options.only or ATTACKS:
         quiet, elsewhere, attacked = [], [], []
-        with Daemon() as daemon, Daemon() as other:
+        with Daemon(before=pin) as daemon, Daemon(before=pin) as other:
             victim = Victim(daemon)
-            victim.look(1)
+            observe(victim, 1)
             for _ in range(options.rounds):
-                quiet.append(victim.look(options.seconds))
+                quiet.append(observe(victim, options.seconds))
                 for target, looks in ((other, elsewhere), (daemon, attacked)):
                     with Attacker(target, name):
-                        victim.look(min(2, options.seconds))  # until it is under way
-                        looks.append(victim.look(options.seconds))
-                    victim.look(1)  # until it is over
+                        observe(victim, min(2, options.seconds))  # until it is under way
+                        looks.append(observe(victim, options.seconds))
+                    observe(victim, 1)  # until it is over
 
         def median(looks, part):
             return statistics.median(percentile(look.decodes, part) for look in looks) * 1e3
