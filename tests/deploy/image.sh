@@ -232,7 +232,8 @@ check_end_to_end() { # image
     --ignore tests/e2e/test_soak.py --ignore tests/e2e/test_cli.py --ignore tests/e2e/test_service.py \
     --deselect tests/e2e/test_passed_memory.py::test_allocations_of_a_gpu \
     --deselect tests/e2e/test_passed_memory.py::test_what_is_refused_of_a_gpu \
-    --deselect tests/e2e/test_objects.py::test_the_journal_fails || fail "the end-to-end tests fail with $1"
+    --deselect tests/e2e/test_objects.py::test_the_journal_fails \
+    --deselect tests/e2e/test_turns.py::test_pages_are_kept_for_as_long_as_they_took_to_come_back || fail "the end-to-end tests fail with $1"
   end_to_end_done
 }
 
