@@ -1,6 +1,6 @@
 // The audit log: calls of Admin, and refused calls, by gRPC or HTTP (docs/security.md).
 //
-//   {"time":"2027-01-31T12:00:00.123Z","event":"admin","call":17,"method":"/qkv.v1.Admin/SetQuota","tenant":"*",
+//   {"time":"2027-01-31T12:00:00.123Z","event":"admin","call":17,"method":"/qkv.v1.Admin/SetQuota","tenant":"default",
 //    "peer":"10.0.0.7:41234","status":"OK"}
 //
 // Of refusals, which any client can cause, at most QKVI_AUDIT_REFUSALS a second are written. The next line that is

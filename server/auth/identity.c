@@ -135,21 +135,30 @@ static qkv_status lacks_role(unsigned role, qkv_error *error) {
                   qkvi_auth_role_name(role));
 }
 
-static qkv_status apply(const qkvi_grant *grant, const char *path, qkvi_identity *identity, qkv_error *error) {
+static qkv_status check_grant(const qkvi_grant *grant, const char *path, qkv_error *error) {
   const unsigned role = qkvi_auth_role_of(path);
   if (role != 0 && (grant->roles & role) == 0) return lacks_role(role, error);
+  if (grant->tenant[0] == '\0' || !qkvi_auth_is_daemon_wide(path)) return QKV_OK;
+  return qkv_fail(error, QKV_PERMISSION_DENIED,
+                  "the call is about the whole daemon: it needs the role admin for all tenants (*), and has it for "
+                  "%s alone",
+                  grant->tenant);
+}
+
+static void bind_to(const qkvi_grant *grant, qkvi_identity *identity) {
+  identity->bound = grant->tenant[0] != '\0';
+  if (identity->bound) memcpy(identity->tenant, grant->tenant, sizeof identity->tenant);
+}
+
+// A refusal, too, is one of the grant's tenant, whatever the metadata say: so the audit log has it.
+static qkv_status apply(const qkvi_grant *grant, const char *path, qkvi_identity *identity, qkv_error *error) {
+  qkv_status status = check_grant(grant, path, error);
+  const bool other =
+      grant->tenant[0] != '\0' && identity->tenant[0] != '\0' && strcmp(identity->tenant, grant->tenant) != 0;
+  if (status == QKV_OK && other) status = qkv_fail(error, QKV_NOT_FOUND, "no tenant %s", identity->tenant);
+  bind_to(grant, identity);
   identity->roles = grant->roles;
-  if (grant->tenant[0] == '\0') return QKV_OK;
-  if (qkvi_auth_is_daemon_wide(path))
-    return qkv_fail(error, QKV_PERMISSION_DENIED,
-                    "the call is about the whole daemon: it needs the role admin for all tenants (*), and has it for "
-                    "%s alone",
-                    grant->tenant);
-  if (identity->tenant[0] != '\0' && strcmp(identity->tenant, grant->tenant) != 0)
-    return qkv_fail(error, QKV_NOT_FOUND, "no tenant %s", identity->tenant);
-  memcpy(identity->tenant, grant->tenant, sizeof identity->tenant);
-  identity->bound = true;
-  return QKV_OK;
+  return status;
 }
 
 qkv_status qkvi_identity_read(const qkvi_identity_rules *rules, grpc_call *call, const char *path,

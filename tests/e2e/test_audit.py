@@ -12,6 +12,7 @@ from daemon import Daemon, wait_for
 from kv import TIMEOUT, Cache, Tenant, refused
 from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
+from test_identity import bearer, new_token
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOBODY = "sha256:" + "0" * 64
@@ -59,6 +60,20 @@ def test_admin_calls_and_refusals(tmp_path):
         after = lines(path)
         skipped = sum(line.get("skipped", 0) for line in after)
         assert skipped > 0 and skipped + len(after) == 402
+
+
+def test_refusals_name_the_tenant_of_the_token(tmp_path):
+    """Not the one that the metadata say."""
+    path, auth = tmp_path / "audit", tmp_path / "auth"
+    token, line = new_token("team-a", "read")
+    other, another = new_token("team-a", "admin")
+    auth.write_text(f"{line}\n{another}\n")
+    with Daemon("--audit-log", str(path), "--auth-file", str(auth)) as daemon:
+        stub = admin_pb2_grpc.AdminStub(daemon.channel())
+        for metadata in (bearer(token), bearer(other), bearer(token, "team-b")):
+            with refused(grpc.StatusCode.PERMISSION_DENIED):
+                stub.Drain(admin_pb2.DrainRequest(), timeout=TIMEOUT, metadata=metadata)
+        assert [(line["event"], line["tenant"]) for line in lines(path)] == [("refused", "team-a")] * 3
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
