@@ -16,6 +16,7 @@ from qkv.v1 import admin_pb2, admin_pb2_grpc
 from qkv.v1 import kv_cache_pb2 as kv
 from qkv.v1 import model_pb2
 from reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from test_quotas import Admin
 
 STREAMS = 2000
 SOURCES = itertools.count(1)
@@ -224,6 +225,46 @@ def test_calls_of_a_tenant():
         for call in held:
             call.cancel()
         release.set()
+
+
+def test_a_tenant_that_sends_ten_times_its_rate(tmp_path):
+    """It gets its rate, and is refused the rest; no call of another tenant fails."""
+    rate, rows, streams = 100, 40, 4
+    with Daemon("--data-dir", str(tmp_path)) as daemon:
+        admin = Admin(daemon)
+        admin.set("a", rows_per_second=rate)
+        caches = [Cache(Tenant(daemon.stub(daemon.tcp), "a"), f"s{i}", layers=1) for i in range(streams)]
+        other = Cache(Tenant(daemon.stub(daemon.tcp), "b"), "other", layers=1)
+        offered, refusals, stop = [0] * streams, [0] * streams, threading.Event()
+
+        def flood(number):
+            cache, position = caches[number], 0
+            while not stop.is_set():
+                offered[number] += rows
+                try:
+                    cache.append(position, *cache.rows(rows))
+                    position += rows
+                except grpc.RpcError as error:
+                    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error.details()
+                    assert "quota rows_per_second of tenant a is 100" in error.details()
+                    refusals[number] += 1
+
+        began = time.monotonic()
+        threads = [threading.Thread(target=flood, args=(i,)) for i in range(streams)]
+        for thread in threads:
+            thread.start()
+        asked = 0
+        while time.monotonic() < began + 3 or sum(offered) < 10 * rate * (time.monotonic() - began):
+            assert all(thread.is_alive() for thread in threads) and time.monotonic() < began + PATIENCE, offered
+            other.append(asked, *other.rows(1))
+            asked += 1
+        stop.set()
+        for thread in threads:
+            thread.join()
+        took, used = time.monotonic() - began, admin.usage("a")
+        # A second's worth at once, and what may pass as the last of a debt is paid.
+        assert rate * took / 4 <= used.rows <= rate * (took + 1) + streams * rows, (used.rows, took)
+        assert used.refused >= sum(refusals) > 0 and admin.usage("b").refused == 0
 
 
 def test_a_tenant_leaves_places_to_others():
