@@ -14,7 +14,7 @@ qkv_packages() {
       printf '%s\n' \
         gcc libc6-dev cmake ninja-build pkg-config \
         libgrpc-dev libgrpc++-dev libssl-dev protobuf-compiler protobuf-c-compiler libprotobuf-c-dev \
-        libuv1-dev liburing-dev libmicrohttpd-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
+        libuv1-dev liburing-dev libmicrohttpd-dev libgnutls28-dev libyaml-dev libjansson-dev libxxhash-dev libzstd-dev uthash-dev \
         libpcre2-dev libopenblas-dev libcmocka-dev libsystemd-dev python3 protobuf-compiler-grpc
       ;;
     cross) printf '%s\n' gcc-aarch64-linux-gnu libc6-dev-arm64-cross mmdebstrap ;;
@@ -26,7 +26,7 @@ qkv_packages() {
       ;;
     run)
       printf '%s\n' \
-        libgrpc29 libjansson4 libmicrohttpd12 libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
+        libgnutls30 libgrpc29 libjansson4 libmicrohttpd12 libopenblas0-pthread libpcre2-8-0 libprotobuf-c1 liburing2 libuv1 \
         libxxhash0 libyaml-0-2 libzstd1
       ;;
     *)

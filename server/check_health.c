@@ -104,7 +104,7 @@ static qkv_status ask_calls(const char *address, qkv_error *error) {
 }
 
 qkv_status qkvi_check_health(const qkv_server_options *options, qkv_error *error) {
-  if (options->admin_listen != NULL) return qkvi_probe(options->admin_listen, error);
+  if (options->admin_listen != NULL) return qkvi_probe(options->admin_listen, options->admin_tls, error);
   for (size_t i = 0; i < options->listen.count; i++) {
     const char *address = options->listen.items[i];
     if (options->tls_cert == NULL || is_unix(address)) return ask_calls(address, error);

@@ -25,6 +25,8 @@ const qkv_option qkv_server_option_table[] = {
     {"admin-auth", QKV_OPTION_FLAG, AT(admin_auth), NULL, 0, 0, NULL,
      "Ask for a bearer token on --admin-listen: one of --auth-file with the role read and the tenant *. /health "
      "and the page, which has no figures of its own, need none."},
+    {"admin-tls", QKV_OPTION_FLAG, AT(admin_tls), NULL, 0, 0, NULL,
+     "Serve HTTPS on --admin-listen, which must be HOST:PORT, with --tls-cert and --tls-key."},
     {"admin-anonymous", QKV_OPTION_FLAG, AT(admin_anonymous), NULL, 0, 0, NULL,
      "Allow an --admin-listen that other machines can reach without --admin-auth, which is refused otherwise."},
     {"config", QKV_OPTION_STRING, AT(config), NULL, 0, 0, "FILE",
@@ -417,6 +419,11 @@ static qkv_status check_access(const qkv_server_options *values, qkv_error *erro
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--tls-client-ca needs --tls-cert and --tls-key");
   if (values->admin_auth && (values->auth_file == NULL || values->admin_listen == NULL))
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--admin-auth needs --admin-listen and --auth-file");
+  if (values->admin_tls && (values->tls_cert == NULL || values->admin_listen == NULL))
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--admin-tls needs --admin-listen, --tls-cert and --tls-key");
+  if (values->admin_tls && strncmp(values->admin_listen, "unix:", 5) == 0)
+    return qkv_fail(error, QKV_INVALID_ARGUMENT, "--admin-tls needs --admin-listen HOST:PORT, it is %.64s",
+                    values->admin_listen);
   if (values->shm_listen != NULL && !values->allow_client_shm)
     return qkv_fail(error, QKV_INVALID_ARGUMENT, "--shm-listen needs --allow-client-shm");
   if (values->shm_listen != NULL && strncmp(values->shm_listen, "unix:", 5) != 0)

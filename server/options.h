@@ -97,6 +97,7 @@ typedef struct qkv_server_options {
   const char *shm_listen;  // where descriptors of such memory are passed, or NULL
   bool discard;            // appended rows are checked, acknowledged and dropped
   bool admin_auth;         // requests there need a token
+  bool admin_tls;          // it is encrypted
   bool admin_anonymous;    // that address may be reachable by other machines
   bool check_health;
   bool print_options, print_metrics, help, version;

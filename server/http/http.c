@@ -15,6 +15,7 @@
 #include "engine/base/pool.h"
 #include "server/daemon.h"
 #include "server/http/api.h"
+#include "server/http/https.h"
 #include "server/http/page.h"
 #include "server/http/places.h"
 #include "server/rpc/internal.h"
@@ -377,13 +378,21 @@ static qkv_status check_reach(qkvi_http *http, const qkv_server_options *options
 static qkv_status start(qkvi_http *http, size_t at, qkv_error *error) {
   http->places[at] =
       (qkvi_http_places){.most = CONNECTIONS_MAX - CONNECTIONS_KEPT, .ended = count_ended, .context = http};
+  // Both mean nothing without MHD_USE_TLS.
+  const struct MHD_OptionItem tls[] = {
+      {MHD_OPTION_HTTPS_PRIORITIES, 0, (void *)(uintptr_t)QKVI_HTTPS_PRIORITIES},
+      {MHD_OPTION_HTTPS_CERT_CALLBACK2, 0, (void *)(uintptr_t)qkvi_https_certificate},
+      {MHD_OPTION_END, 0, NULL},
+  };
+  const unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG |
+                         (http->daemon->options->admin_tls ? MHD_USE_TLS : 0);
   http->servers[at] = MHD_start_daemon(
-      MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG, 0, NULL, NULL, on_request, http,
-      MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET, http->listener.sockets[at],
-      MHD_OPTION_CONNECTION_LIMIT, (unsigned)CONNECTIONS_MAX, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
-      (size_t)CONNECTION_BYTES, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_STRICT_FOR_CLIENT,
-      1, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection,
-      &http->places[at], MHD_OPTION_END);
+      flags, 0, NULL, NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, MHD_OPTION_LISTEN_SOCKET,
+      http->listener.sockets[at], MHD_OPTION_CONNECTION_LIMIT, (unsigned)CONNECTIONS_MAX,
+      MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES, MHD_OPTION_CONNECTION_TIMEOUT,
+      (unsigned)IDLE_SECONDS, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL,
+      MHD_OPTION_NOTIFY_CONNECTION, on_connection, &http->places[at],
+      http->daemon->options->admin_tls ? MHD_OPTION_ARRAY : MHD_OPTION_END, tls, MHD_OPTION_END);
   if (http->servers[at] != NULL) {
     http->listener.sockets[at] = -1;  // the server closes it
     return QKV_OK;
@@ -397,6 +406,7 @@ static qkv_status open_all(qkvi_http *http, const qkv_server_options *options, q
   if (qkvi_rpc_listen(NULL, options->admin_listen, &listen, &http->listener, error) != QKV_OK)
     return qkv_error_prefix(error, "--admin-listen: ");
   QKV_TRY(check_reach(http, options, error));
+  if (options->admin_tls) qkvi_https_show(http->daemon->tls);
   const qkv_pool_config workers = {.threads = WORKERS, .queue_max = WAITING_MAX};
   QKV_TRY(qkv_pool_create_with(&workers, &http->workers, error));
   for (size_t i = 0; i < http->listener.socket_count; i++) QKV_TRY(start(http, i, error));
@@ -440,6 +450,7 @@ void qkvi_http_destroy(qkvi_http **http) {
   for (size_t i = 0; i < QKVI_RPC_SOCKETS_MAX; i++) {
     if (old->servers[i] != NULL) MHD_stop_daemon(old->servers[i]);
   }
+  if (old->daemon->options->admin_tls) qkvi_https_show(NULL);
   qkvi_rpc_unlisten(&old->listener);
   qkvi_usage_cache_deinit(&old->usage);
   (void)pthread_mutex_destroy(&old->lock);

@@ -2,6 +2,8 @@
 
 #include <errno.h>
 #include <netdb.h>
+#include <openssl/ssl.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -80,6 +82,27 @@ static void read_answer(int socket, char *answer, size_t bytes) {
   answer[length] = '\0';
 }
 
+static void ask(int socket, char *answer, size_t bytes) {
+  if (send(socket, REQUEST, strlen(REQUEST), MSG_NOSIGNAL) == (ssize_t)strlen(REQUEST))
+    read_answer(socket, answer, bytes);
+}
+
+static void ask_encrypted(int socket, char *answer, size_t bytes) {
+  SSL_CTX *context = SSL_CTX_new(TLS_client_method());
+  SSL *ssl = context == NULL ? NULL : SSL_new(context);
+  if (ssl == NULL || SSL_set_fd(ssl, socket) != 1) abort();
+  (void)signal(SIGPIPE, SIG_IGN);  // OpenSSL writes without MSG_NOSIGNAL
+  int length = 0;
+  if (SSL_connect(ssl) == 1 && SSL_write(ssl, REQUEST, (int)strlen(REQUEST)) == (int)strlen(REQUEST)) {
+    int got = 0;
+    while (length + 1 < (int)bytes && (got = SSL_read(ssl, answer + length, (int)bytes - 1 - length)) > 0)
+      length += got;
+  }
+  answer[length] = '\0';
+  SSL_free(ssl);
+  SSL_CTX_free(context);
+}
+
 static qkv_status judge(const char *address, const char *answer, qkv_error *error) {
   const char *body = strstr(answer, "\r\n\r\n");
   if (strncmp(answer, "HTTP/1.1 200 ", strlen("HTTP/1.1 200 ")) == 0) return QKV_OK;
@@ -87,17 +110,17 @@ static qkv_status judge(const char *address, const char *answer, qkv_error *erro
   return qkv_fail(error, QKV_UNAVAILABLE, "%s is not ready: %.*s", address, (int)strcspn(body + 4, "\r\n"), body + 4);
 }
 
-qkv_status qkvi_probe(const char *address, qkv_error *error) {
-  char answer[ANSWER_MAX];
+qkv_status qkvi_probe(const char *address, bool tls, qkv_error *error) {
+  char answer[ANSWER_MAX] = "";
   int opened = -1;
   const bool is_unix = strncmp(address, UNIX_PREFIX, strlen(UNIX_PREFIX)) == 0;
   QKV_TRY(is_unix ? connect_unix(address + strlen(UNIX_PREFIX), &opened, error)
                   : connect_tcp(address, &opened, error));
   if (opened < 0) return qkv_fail(error, QKV_UNAVAILABLE, "%s: %s", address, strerror(errno));
-  if (send(opened, REQUEST, strlen(REQUEST), MSG_NOSIGNAL) == (ssize_t)strlen(REQUEST)) {
-    read_answer(opened, answer, sizeof answer);
+  if (tls) {
+    ask_encrypted(opened, answer, sizeof answer);
   } else {
-    answer[0] = '\0';
+    ask(opened, answer, sizeof answer);
   }
   close(opened);
   return judge(address, answer, error);

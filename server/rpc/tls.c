@@ -123,6 +123,19 @@ qkv_status qkvi_tls_create(const char *certificate, const char *key, const char 
   return status;
 }
 
+static char *copy(const char *text) {
+  char *made = strdup(text);
+  assert(made != NULL);
+  return made;
+}
+
+void qkvi_tls_copy(qkvi_tls *tls, char **certificate, char **key) {
+  pthread_mutex_lock(&tls->lock);
+  *certificate = copy(tls->pem[CERTIFICATE]);
+  *key = copy(tls->pem[KEY]);
+  pthread_mutex_unlock(&tls->lock);
+}
+
 int64_t qkvi_tls_expires(const qkvi_tls *tls) {
   return tls->expires;
 }

@@ -23,6 +23,9 @@ void qkvi_tls_destroy(qkvi_tls **tls);  // after the server
 // For new connections. Where that fails the previous files stay in force.
 qkv_status qkvi_tls_reload(qkvi_tls *tls, bool always, bool *changed, qkv_error *error);
 
+// Copies of the certificate and its key as PEM, which the caller frees.
+void qkvi_tls_copy(qkvi_tls *tls, char **certificate, char **key);
+
 // Unix time at which the daemon's own certificate ends, the first one of its file.
 int64_t qkvi_tls_expires(const qkvi_tls *tls);
 

@@ -67,6 +67,8 @@ GOOD = {
                "appArmorProfile": {"type": "Localhost", "localhostProfile": "qkvd"},
                "networkPolicy": {"from": CALLER, "metricsFrom": CALLER}},
     "tokens": {**AUTH, "serviceMonitor": SCRAPED, "networkPolicy": {"metricsFrom": CALLER}},
+    "metrics by HTTPS": {**AUTH, "admin": {"tls": True}, "serviceMonitor": {**SCRAPED, "tlsConfig": {"insecureSkipVerify": True}},
+                         "networkPolicy": {"metricsFrom": CALLER}},
     "metrics without a token": {**AUTH, "admin": {"auth": False}, "serviceMonitor": {"enabled": True},
                                 "networkPolicy": {"enabled": False}},
     "mutual TLS": {"tls": {"secretName": "certificate", "clientCA": True}, "replicas": 2,
@@ -119,12 +121,14 @@ CONTRADICTIONS = {
     "jwt takes either keys": {**AUTH, "jwt": {"keys": "{}", "configMapName": "a"}},
     "jwt needs auth": {"anonymous": True, "jwt": {"keys": "{}"}},
     "admin.auth needs auth": {"admin": {"auth": True}, "anonymous": True},
+    "admin.tls needs": {"admin": {"tls": True}, "anonymous": True},
+    "tlsConfig": {**AUTH, "admin": {"tls": True}, "serviceMonitor": SCRAPED, "networkPolicy": {"metricsFrom": CALLER}},
     "tokenSecret": {**AUTH, "serviceMonitor": {"enabled": True}, "networkPolicy": {"metricsFrom": CALLER}},
     "are the same": {"port": 7581, "anonymous": True},
 }
 # Options of qkvd that are not among the value options, as other values set them, or as they make qkvd end.
 SET_BY_VALUES = {
-    "listen", "listen-mode", "admin-listen", "admin-auth", "admin-anonymous", "allow-anonymous", "config", "auth-file", "quota-file",
+    "listen", "listen-mode", "admin-listen", "admin-auth", "admin-tls", "admin-anonymous", "allow-anonymous", "config", "auth-file", "quota-file",
     "jwks", "jwt-issuer", "jwt-audience", "tls-cert", "tls-key", "tls-client-ca", "memory-budget", "data-dir", "storage-budget",
     "drain-grace", "drain-notice", "check-health", "print-options", "print-metrics", "help", "version"}
 OPERATORS = {"Certificate", "ServiceMonitor", "PrometheusRule"}  # kinds that Kubernetes itself does not know
@@ -338,7 +342,9 @@ class Pod:
         self.log = folder / "log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen([qkvd, *map(self.here, container["args"])], env=self.environment, stderr=log)
-        self.probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+        probes = {name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+        self.probes = {name: probe["path"] for name, probe in probes.items()}
+        self.scheme, = {probe.get("scheme", "HTTP").lower() for probe in probes.values()}
 
     def here(self, text):
         """The pod's paths and ports as they are here; longer paths first, as one begins like another."""
@@ -350,11 +356,13 @@ class Pod:
 
     def get(self, path, token=None):
         # Not by 127.0.0.1: kubelet and Prometheus come by the pod's address.
-        request = urllib.request.Request(f"http://{socket.gethostbyname(socket.gethostname())}:{self.admin}{path}")
+        request = urllib.request.Request(f"{self.scheme}://{socket.gethostbyname(socket.gethostname())}:{self.admin}{path}")
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            # As kubelet does, which checks no certificate.
+            context = ssl._create_unverified_context() if self.scheme == "https" else None
+            with urllib.request.urlopen(request, timeout=10, context=context) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""

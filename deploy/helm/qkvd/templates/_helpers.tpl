@@ -98,6 +98,12 @@ qkvd/{{ .Files.Get "files/seccomp.json" | sha256sum | trunc 12 }}.json
 {{- if and $adminAuth (not $auth) }}
 {{- fail "admin.auth needs auth.secretName or auth.lines" }}
 {{- end }}
+{{- if and .Values.admin.tls (not $tls) }}
+{{- fail "admin.tls needs tls.secretName or tls.certManager" }}
+{{- end }}
+{{- if and .Values.admin.tls .Values.serviceMonitor.enabled (not .Values.serviceMonitor.tlsConfig) }}
+{{- fail "admin.tls: serviceMonitor.tlsConfig has to say how Prometheus checks the certificate" }}
+{{- end }}
 {{- if and $adminAuth .Values.serviceMonitor.enabled (not .Values.serviceMonitor.tokenSecret.name) }}
 {{- fail "admin.auth: serviceMonitor.tokenSecret.name has to name the secret with Prometheus' token" }}
 {{- end }}
@@ -256,18 +262,27 @@ spec:
         httpGet:
           path: /health/ready
           port: admin
+          {{- if .Values.admin.tls }}
+          scheme: HTTPS
+          {{- end }}
         periodSeconds: 2
         failureThreshold: 450
       readinessProbe:
         httpGet:
           path: /health/ready
           port: admin
+          {{- if .Values.admin.tls }}
+          scheme: HTTPS
+          {{- end }}
         periodSeconds: 5
       # That it answers; a pod that drains is not ready, and is left to end by itself.
       livenessProbe:
         httpGet:
           path: /health/live
           port: admin
+          {{- if .Values.admin.tls }}
+          scheme: HTTPS
+          {{- end }}
         periodSeconds: 10
         failureThreshold: 6
       resources:
