@@ -368,6 +368,31 @@ def test_a_lookup_and_the_check_of_an_owner_have_one_deadline(slow, rows, monkey
     assert len(asked) == 6 and max(asked) <= 0.5
 
 
+def test_a_daemon_that_says_nothing_does_not_keep_the_answers_of_others(rows):
+    """It has answered before: a lookup finds out, has the other's answer, and the next one goes without it."""
+
+    def check(client, match):
+        assert (match.session, match.tokens) == (name, 64)
+        assert client._daemons.all[0].suspect
+
+    async def asynchronous(targets):
+        async with qkvd.AsyncClient(targets) as client:
+            await client.models()
+            with mute.stopped():
+                check(client, await client.match("m", IDS, timeout=5))
+
+    with Daemon() as mute, Daemon() as well:
+        targets = f"{mute.target},{well.target}"
+        name = next(name for name in SESSIONS if owner_of(name, mute, well) is well)
+        k, v = rows(64)
+        with qkvd.Client(targets) as client:
+            client.register_model(MODEL)
+            client.open(name, model="m", tokens=IDS).append(0, k, v)
+            with mute.stopped():
+                check(client, client.match("m", IDS, timeout=5))
+        asyncio.run(asynchronous(targets))
+
+
 def test_a_client_that_is_closed(targets_of_two, rows):
     """Also one whose batches have gone to several daemons at once."""
     with qkvd.Client(targets_of_two) as client:

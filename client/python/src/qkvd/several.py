@@ -135,12 +135,12 @@ def merged(count: int, parts: Sequence[tuple[list[int], list[Result] | Error]]) 
 
 
 def found(answers: Iterable[T | Error]) -> list[T]:
-    """Those that are no errors; daemons that lack the model, or are gone, are passed over unless all are."""
+    """Those that are no errors; daemons that lack the model, are gone or say nothing are passed over unless all are."""
     good: list[T] = []
     bad: list[Error] = []
     for answer in answers:
         if isinstance(answer, Error):
-            if not isinstance(answer, (NotFound, Unavailable)):
+            if not isinstance(answer, (NotFound, Unavailable, DeadlineExceeded)):
                 raise answer
             bad.append(answer)
         else:

@@ -184,7 +184,8 @@ async def register_model(client: AsyncClient, name: str, call: Call[T], timeout:
 async def each(
     client: AsyncClient, backoff: Backoff, work: Callable[[AsyncClient, float], Awaitable[T]]
 ) -> list[tuple[Daemon[AsyncClient], T]]:
-    """The answers of all that serve; those that lack what was asked for, or are gone, are passed over unless all are."""
+    """The answers of all that serve; those that lack what was asked for, are gone or say nothing are passed over unless all
+    are."""
 
     async def attempt(daemon: Daemon[AsyncClient]) -> tuple[Daemon[AsyncClient], T] | errors.Error:
         try:

@@ -240,7 +240,8 @@ def register_model(client: Client, name: str, call: Call[T], timeout: float | No
 
 
 def each(client: Client, backoff: Backoff, work: Callable[[Client, float], T]) -> list[tuple[Daemon[Client], T]]:
-    """The answers of all that serve; those that lack what was asked for, or are gone, are passed over unless all are."""
+    """The answers of all that serve; those that lack what was asked for, are gone or say nothing are passed over unless all
+    are."""
 
     def attempt(daemon: Daemon[Client]) -> tuple[Daemon[Client], T] | errors.Error:
         try:
