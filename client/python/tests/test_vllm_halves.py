@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from daemon import PATIENCE
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -17,7 +18,7 @@ from qkvd.calls import Match  # noqa: E402
 from qkvd.errors import Unavailable  # noqa: E402
 from qkvd.paged import PagedLayer  # noqa: E402
 from qkvd.prefixes import Breaker, Options  # noqa: E402
-from qkvd.vllm_blocks import BlockScheduler, Bytes, takes_rows  # noqa: E402
+from qkvd.vllm_blocks import BlockLoad, BlockScheduler, BlockWorker, Bytes, takes_rows  # noqa: E402
 from qkvd.vllm_scheduler import Progress, QkvdMetadata, Save, Scheduler, model_name  # noqa: E402
 from qkvd.vllm_worker import Copied, Worker  # noqa: E402
 
@@ -359,3 +360,50 @@ def test_blocks_of_transposed_states_come_back():
     made.put([4, 1], copied)
     np.testing.assert_array_equal(cache[[4, 1]].transpose(1, 2), kept[[4, 1]])
     assert not cache[[0, 2, 3, 5]].any()
+
+
+@pytest.mark.parametrize("without", [1, 2])
+def test_a_pipeline_rank_without_layers_of_a_group(daemon, monkeypatch, without):
+    """The second of two ranks has none of full attention, or no states: prefixes come back on both."""
+    options = Options(model_name=f"without-{without}", target=daemon.target, timeout=PATIENCE, lookup_timeout=PATIENCE)
+    whole = config(pipeline=2)
+    names = [f"layer.{place}" for place in range(6)]
+    whole.compilation_config = SimpleNamespace(static_forward_context=dict.fromkeys(names, SimpleNamespace()))
+    caches = {name: torch.rand(9, 3, 4) for name in names}
+    kept = {name: cache.clone() for name, cache in caches.items()}
+
+    def of_rank(rank):
+        made = several_groups()
+        made.num_blocks = 9
+        for place, group in enumerate(made.kv_cache_groups):
+            group.layer_names = [] if rank and place == without - 1 else [names[2 * place + rank]]
+        return made
+
+    assert not takes_rows(of_rank(1))
+    workers = []
+    for rank in range(2):
+        monkeypatch.setattr("qkvd.vllm_blocks.rank_of", lambda rank=rank: rank)
+        held = of_rank(rank)
+        its = {name: caches[name] for group in held.kv_cache_groups for name in group.layer_names}
+        workers.append(BlockWorker(options, whole, held, its))
+    made = BlockScheduler(options, whole, of_rank(0))
+    assert made.matched(grouped(), 0) == (0, False)
+    (save,) = step(made, 0, 256, blocks=([*range(1, 9)], [1, 2, 3, 4], [1, 2, 3, 4]))
+    assert [len(group.names) for group in save.groups] == [8, 4, 1]
+    for worker in workers:
+        assert saved(worker, save).done == {workers.index(worker): save.tokens}
+        assert "saves_dropped" not in worker.take_stats().data
+    assert made.matched(grouped(), 0) == (256, True)
+    for cache in caches.values():
+        cache.zero_()
+    load = BlockLoad("r", 0, 256, save.groups)
+    for worker in workers:
+        worker._load(load)
+        assert worker.ended_loads(idle=False) == ({"r"}, set())
+        worker.close()
+    made.close()
+    ranks = [of_rank(rank).kv_cache_groups for rank in range(2)]
+    for groups in ranks:
+        for group, part in zip(groups, save.groups, strict=True):
+            for name in group.layer_names:
+                assert torch.equal(caches[name][part.blocks], kept[name][part.blocks])

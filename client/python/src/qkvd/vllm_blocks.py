@@ -1,7 +1,8 @@
 """Blocks of vLLM's cache as opaque objects: for caches that are no plain keys and values of one shape, such as MLA's
 latents, fp8, and the states of Mamba and other linear attention.
 
-A block of the engine's, the layers of one group on a rank, is one object. Its name has the hash that vLLM itself gives the
+A block of the engine's, the layers of one group on a rank, is one object; of a pipeline rank without layers of a group it
+is the layout alone. Its name has the hash that vLLM itself gives the
 block, which stands for all tokens up to its end, the adapter, the user's salt and images, and where there are several
 groups (full attention, windows, states) the group's number.
 
@@ -36,7 +37,7 @@ from qkvd.arrays import Array
 from qkvd.errors import NotFound, Unimplemented
 from qkvd.paged import gathered
 from qkvd.prefixes import NAMELESS, Options, Prefixes
-from qkvd.vllm_scheduler import Blocks, Scheduler, Sequence, block_tokens_of, model_name, world_of
+from qkvd.vllm_scheduler import Blocks, Scheduler, Sequence, block_tokens_of, layers_in, model_name, world_of
 from qkvd.vllm_worker import SEND_BYTES, Work, Worker, rank_of
 
 logger = logging.getLogger("vllm.qkvd")
@@ -118,7 +119,7 @@ def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
         for spec in specs:
             if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec):
                 raise Unimplemented(
-                    f"layer {group.layer_names[0]} has a cache of {type(spec).__name__}: the connector serves full, "
+                    f"{layers_in(group)} a cache of {type(spec).__name__}: the connector serves full, "
                     "sliding-window and chunked attention, and the states of Mamba and other linear attention"
                 )
         suffix = f"/{number}" if len(groups) > 1 else ""
@@ -245,6 +246,7 @@ class BlockWorker(Worker):
         for group in kv_cache_config.kv_cache_groups:
             names = [name for name in group.layer_names if name in caches]
             self._groups.append(GroupCaches(names, caches, attention, kv_cache_config.num_blocks))
+        self._device = next((of.cache.device for group in self._groups for of in group.caches), torch.device("cpu"))
         super().__init__(Prefixes(options, NAMELESS, logger), rank_of())
 
     def _read(self, load: Any) -> int:
@@ -254,9 +256,8 @@ class BlockWorker(Worker):
             for at in range(0, len(part.blocks), at_once):
                 self._read_some(group, part.names[at : at + at_once], part.blocks[at : at + at_once])
             size += len(part.blocks) * group.block_bytes
-        device = self._groups[0].device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         return size
 
     def _read_some(self, group: GroupCaches, names: list[str], blocks: list[int]) -> None:
@@ -274,34 +275,33 @@ class BlockWorker(Worker):
             for group, part in zip(self._groups, save.groups, strict=True)
             if part.blocks
         ]
-        return CopiedBlocks(save, parts, self._groups[0].device.type == "cuda")
+        return CopiedBlocks(save, parts, self._device.type == "cuda")
 
 
 class GroupCaches:
-    """The layers of one group; of states, the tensors of each layer."""
+    """The layers of one group that a rank has, which may be none; of states, the tensors of each layer."""
 
     def __init__(self, names: list[str], caches: dict[str, Any], attention: dict[str, Any], blocks: int):
         what: list[Any] = ["qkvd block 1"]
-        self._caches: list[Bytes] = []
+        self.caches: list[Bytes] = []
         for name in names:
             backend = type(getattr(attention[name], "impl", attention[name])).__name__
             tensors = caches[name]
             for cache in tensors if isinstance(tensors, list | tuple) else [tensors]:
                 made = Bytes(name, cache, blocks)
                 what.append([name, backend, str(cache.dtype), list(made.shape), made.bytes])
-                self._caches.append(made)
-        self.device: torch.device = self._caches[0].cache.device
+                self.caches.append(made)
         self.layout = hashlib.blake2b(repr(what).encode(), digest_size=LAYOUT).digest()
-        self.block_bytes: int = LAYOUT + sum(cache.bytes for cache in self._caches)
+        self.block_bytes: int = LAYOUT + sum(cache.bytes for cache in self.caches)
 
     def copy(self, blocks: list[int]) -> list[torch.Tensor]:
         """Of each cache, [blocks, bytes]."""
-        return [cache.copy(blocks) for cache in self._caches]
+        return [cache.copy(blocks) for cache in self.caches]
 
     def put(self, blocks: list[int], data: torch.Tensor) -> None:
         """The same back, one after the other."""
         begin = 0
-        for cache in self._caches:
+        for cache in self.caches:
             cache.put(blocks, data[:, begin : begin + cache.bytes])
             begin += cache.bytes
 
@@ -360,7 +360,7 @@ class CopiedBlocks(Work):
         return self.tokens * new // max(blocks, 1)
 
     def _send_group(self, prefixes: Prefixes, group: CopiedGroup) -> int:
-        block_bytes, new = sum(part.shape[1] for part in group.parts), 0
+        block_bytes, new = LAYOUT + sum(part.shape[1] for part in group.parts), 0
         at_once = max(SEND_BYTES // block_bytes, 1)
         for at in range(0, len(group.names), at_once):
             names = group.names[at : at + at_once]

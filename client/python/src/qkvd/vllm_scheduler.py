@@ -125,6 +125,11 @@ def epoch_part(epoch: str) -> list[str]:
     return [f"epoch {epoch}"] if epoch else []
 
 
+def layers_in(group: Any) -> str:
+    """For an error's text; a pipeline rank may have none of a group's."""
+    return f"layer {group.layer_names[0]} has" if group.layer_names else "layers of another rank have"
+
+
 def block_tokens_of(kv_cache_config: Any) -> list[int]:
     """Tokens in a block of each group of layers. Unimplemented: layers whose cache is no keys and values."""
     for group in kv_cache_config.kv_cache_groups:
@@ -132,7 +137,7 @@ def block_tokens_of(kv_cache_config: Any) -> list[int]:
             served = isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and not isinstance(spec, MLAAttentionSpec)
             if not served or spec.dtype not in DTYPES:
                 raise Unimplemented(
-                    f"layer {group.layer_names[0]} has a cache of {type(spec).__name__} in {getattr(spec, 'dtype', None)}: "
+                    f"{layers_in(group)} a cache of {type(spec).__name__} in {getattr(spec, 'dtype', None)}: "
                     "the connector serves keys and values of full and sliding-window attention, in float32, float16 and "
                     "bfloat16"
                 )
