@@ -11,16 +11,24 @@ from daemon import PATIENCE
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from qkvd import vllm_worker  # noqa: E402
 from qkvd.calls import Match  # noqa: E402
-from qkvd.errors import Unavailable  # noqa: E402
+from qkvd.errors import Unavailable, Unimplemented  # noqa: E402
 from qkvd.paged import PagedLayer  # noqa: E402
 from qkvd.prefixes import Breaker, Options  # noqa: E402
 from qkvd.vllm_blocks import BlockLoad, BlockScheduler, BlockWorker, Bytes, takes_rows  # noqa: E402
-from qkvd.vllm_scheduler import Progress, QkvdMetadata, Save, Scheduler, model_name  # noqa: E402
-from qkvd.vllm_worker import Copied, Worker  # noqa: E402
+from qkvd.vllm_scheduler import Progress, QkvdMetadata, Save, Scheduler, block_tokens_of, model_name  # noqa: E402
+from qkvd.vllm_worker import Copied, Worker, geometry  # noqa: E402
 
 BLOCK, HEADS, DIM, LAYERS = 64, 2, 16, 2
 TOKEN_BYTES = LAYERS * HEADS * 2 * DIM * 4
@@ -349,6 +357,28 @@ def test_layers_of_several_shapes_are_kept_as_they_are():
     both = caches()
     both.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.9"], kv_cache_spec=other))
     assert not takes_rows(both)
+
+
+def test_both_halves_know_what_is_kept():
+    """vLLM tells the scheduler of a group's first layer alone: others that are not like it are refused at the start."""
+    like = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+    for first, second, rows in (
+        ({}, {"num_kv_heads": 1}, True),
+        ({}, {"dtype": torch.uint8}, True),
+        ({"dtype": torch.uint8}, {}, False),
+    ):
+        layers = {"layer.0": FullAttentionSpec(**like | first), "layer.1": FullAttentionSpec(**like | second)}
+        group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=layers))
+        whole = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
+        assert takes_rows(whole) == takes_rows(generate_scheduler_kv_cache_config([whole])) == rows
+        if rows:
+            paged = [
+                PagedLayer(torch.zeros(4, spec.num_kv_heads, BLOCK, 2 * DIM, dtype=spec.dtype), DIM)
+                for spec in layers.values()
+            ]
+            with pytest.raises(Unimplemented, match='"opaque": true keeps blocks as they are'):
+                block_tokens_of(whole)
+                geometry(Options(), config(), paged, 0)
 
 
 def test_blocks_of_transposed_states_come_back():

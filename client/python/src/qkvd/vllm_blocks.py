@@ -37,7 +37,7 @@ from qkvd.arrays import Array
 from qkvd.errors import NotFound, Unimplemented
 from qkvd.paged import gathered
 from qkvd.prefixes import NAMELESS, Options, Prefixes
-from qkvd.vllm_scheduler import Blocks, Scheduler, Sequence, block_tokens_of, layers_in, model_name, world_of
+from qkvd.vllm_scheduler import Blocks, Scheduler, Sequence, has_rows, layers_in, model_name, world_of
 from qkvd.vllm_worker import SEND_BYTES, Work, Worker, rank_of
 
 logger = logging.getLogger("vllm.qkvd")
@@ -49,12 +49,14 @@ LOAD_BYTES = 64 << 20  # of blocks that are on their way at once
 
 
 def takes_rows(kv_cache_config: Any) -> bool:
-    """Whether the cache is one of keys and values that the daemon codes: in all layers of one shape."""
-    try:
-        block_tokens_of(kv_cache_config)
-    except Unimplemented:
+    """Whether the cache is one of keys and values that the daemon codes: in all groups of one shape.
+
+    By the first layer of each, of which alone vLLM tells the scheduler: both halves must come to the same. Where others
+    are not like it, the worker's refuses them.
+    """
+    specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in kv_cache_config.kv_cache_groups]
+    if not all(map(has_rows, specs)):
         return False
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     shapes = {(spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None), spec.dtype) for spec in specs}
     return len(shapes) <= 1
 

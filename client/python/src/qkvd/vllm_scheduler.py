@@ -130,16 +130,21 @@ def layers_in(group: Any) -> str:
     return f"layer {group.layer_names[0]} has" if group.layer_names else "layers of another rank have"
 
 
+def has_rows(spec: Any) -> bool:
+    """Whether the cache of such a layer is keys and values that the daemon codes."""
+    attention = isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and not isinstance(spec, MLAAttentionSpec)
+    return attention and spec.dtype in DTYPES
+
+
 def block_tokens_of(kv_cache_config: Any) -> list[int]:
     """Tokens in a block of each group of layers. Unimplemented: layers whose cache is no keys and values."""
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            served = isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and not isinstance(spec, MLAAttentionSpec)
-            if not served or spec.dtype not in DTYPES:
+            if not has_rows(spec):
                 raise Unimplemented(
                     f"{layers_in(group)} a cache of {type(spec).__name__} in {getattr(spec, 'dtype', None)}: "
-                    "the connector serves keys and values of full and sliding-window attention, in float32, float16 and "
-                    "bfloat16"
+                    "the connector codes keys and values of full and sliding-window attention, in float32, float16 and "
+                    'bfloat16; "opaque": true keeps blocks as they are'
                 )
     return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
 
