@@ -455,6 +455,59 @@ def test_a_daemon_killed_in_the_middle_of_a_text(tinylm, tmp_path, mode):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_somebody_else_truncates_a_session(client, monkeypatch, mode):
+    """Between a layer's append and its fetch, or between two steps: an error, and no rows of which nothing is known."""
+    model, ids = small("llama"), torch.randint(1, 97, (1, 60))
+    expected = model(ids).logits[:, 40:]
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"truncated-{mode}") as cache, torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        other = client.session(cache.sessions[0].name)
+        fetch = qkvd.Session.fetch
+
+        def truncated(session, layer, **options):
+            if layer == 1:
+                other.truncate(50, layers=[1])
+            return fetch(session, layer, **options)
+
+        if mode == "fetch":
+            monkeypatch.setattr(qkvd.Session, "fetch", truncated)
+        else:
+            other.truncate(30, layers=[1])
+        with pytest.raises(qkvd.FailedPrecondition, match="60 tokens of layer 1" if mode == "fetch" else ""):
+            model(ids[:, 40:], past_key_values=cache)
+        monkeypatch.setattr(qkvd.Session, "fetch", fetch)
+        cache.reset()
+        model(ids[:, :40], past_key_values=cache)
+        torch.testing.assert_close(model(ids[:, 40:], past_key_values=cache).logits, expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_fails_is_not_gone_on_with(client, monkeypatch, mode):
+    """Some layers have its rows. What was before comes back by `crop`."""
+    model, ids = small("llama"), torch.randint(1, 97, (1, 60))
+    expected = model(ids).logits[:, 40:]
+    call = "append" if mode == "fetch" else "attend"
+    work = getattr(client, call)
+    with QkvdCache(client, model, mode=mode, policy=qkvd.EXACT, model_name=f"fails-{mode}") as cache, torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+
+        def fails(items, **options):
+            if items[0].layer == 1:
+                raise qkvd.Unavailable("gone")
+            return work(items, **options)
+
+        monkeypatch.setattr(client, call, fails)
+        with pytest.raises(qkvd.Unavailable):
+            model(ids[:, 40:], past_key_values=cache)
+        monkeypatch.undo()
+        with pytest.raises(qkvd.Error, match=r"call its reset\(\), or crop\(\)"):
+            model(ids[:, 40:], past_key_values=cache)
+        cache.crop(40 - cache.get_seq_length())
+        assert cache.get_seq_length() == 40
+        torch.testing.assert_close(model(ids[:, 40:], past_key_values=cache).logits, expected, rtol=1e-3, atol=2e-3)
+
+
 def test_long_prompts_go_in_steps(client, monkeypatch):
     monkeypatch.setattr("qkvd.transformers.STEP_BYTES", 1 << 16)
     model = small("llama")

@@ -106,7 +106,8 @@ class QkvdCache(Cache):  # type: ignore[misc]
         self._config = config
         self._opening = {"bits": bits, "policy": policy, "durability": durability, "purpose": mode}
         self._rows: list[Row] = []
-        self._unattended: int | None = None  # the layer whose rows wait for their queries
+        # The layer whose rows wait for their queries, or to be fetched.
+        self._unattended: int | None = None
         self._made = 0
         super().__init__(layers=self._make_layers(config))
         self._attention = [layer for layer in self.layers if isinstance(layer, QkvdLayer)]
@@ -311,7 +312,12 @@ class QkvdCache(Cache):  # type: ignore[misc]
             raise InvalidArgument(f"a batch of {key.shape[0]} meets a cache of {len(self._rows)} sequences")
 
     def _astray(self) -> Error:
-        """Why rows are left whose queries have not come, and what to do."""
+        """Why the last step has not ended, and what to do."""
+        what_to_do = (
+            "Of this step the cache has the rows of some layers alone: call its reset(), or crop() to what it had before"
+        )
+        if self.mode == "fetch":
+            return FailedPrecondition(f"an exception has ended the last step at layer {self._unattended}. {what_to_do}")
         now = self._config._attn_implementation
         why = (
             f'the model\'s attention is now "{now}"; call model.set_attn_implementation("{NAME}")'
@@ -321,7 +327,7 @@ class QkvdCache(Cache):  # type: ignore[misc]
         )
         return Unimplemented(
             f'layer {self._unattended} gave its keys to the cache, and attention "{NAME}" was not called with them: {why}. '
-            "Of this step the cache has the rows of some layers alone: call its reset(), or crop() to what it had before"
+            f"{what_to_do}"
         )
 
 
@@ -376,9 +382,11 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         """Takes [batch, kv_heads, tokens, dim]. Gives the new rows back, to be attended; or all of them, fetched."""
         cache = self.cache
         cache._begin(self, key, value)
-        if cache.mode == "fetch":
-            return self._append_and_fetch(key, value)
         cache._unattended = self.index
+        if cache.mode == "fetch":
+            fetched = self._append_and_fetch(key, value)
+            cache._unattended = None
+            return fetched
         key._qkvd = self
         return key, value
 
@@ -395,7 +403,12 @@ class QkvdLayer(CacheLayerMixin):  # type: ignore[misc]
         fetched = [torch.empty(*s.shape[:2], self.length, s.shape[3], dtype=s.dtype) for s in (key, value)]
         for i, row in enumerate(rows):
             row.session._took(self.place, self.length)
-            row.session.fetch(self.place, end=self.length, heads_first=True, out=(fetched[0][i], fetched[1][i]))
+            held = row.session.fetch(self.place, end=self.length, heads_first=True, out=(fetched[0][i], fetched[1][i]))
+            if held[0].shape[1] != self.length:
+                raise FailedPrecondition(
+                    f"of the {self.length} tokens of layer {self.index} session {row.session.name} has {held[0].shape[1]}: "
+                    "somebody else has truncated it"
+                )
         return fetched[0].to(key.device), fetched[1].to(value.device)
 
     def attend(
