@@ -356,6 +356,45 @@ def test_calls_of_tasks_are_counted(run, daemon, session):
         calls_under_way._forking.clear()
 
 
+def test_streams_end_with_their_client(run, daemon, session, rows):
+    """Also those that nobody reads at the moment: a child of fork() is not told of them."""
+    session.append(0, *rows(10))
+    item = qkvd.Item(session=session.name, q=np.zeros((1, Q_HEADS, DIM), np.float32))
+
+    async def work(client):
+        idle = [client.watch(), client.fetch_rows(session.name, [0], chunk_tokens=1)]
+        for one in idle:
+            await anext(one)
+        stream = client.decode()
+        await stream.attend([item])
+        assert (len(calls_under_way._readers), calls_under_way._streams) == (1, 3)
+        await client.close()
+        assert (len(calls_under_way._readers), calls_under_way._streams) == (0, 0)
+        for one in idle:
+            with pytest.raises(qkvd.Cancelled, match="the client was closed"):
+                await anext(one)
+        with pytest.raises(qkvd.Cancelled, match="the client was closed"):
+            await stream.attend([item])
+        assert (len(calls_under_way._readers), calls_under_way._streams) == (0, 0)
+
+    run(work)
+
+
+def test_a_watch_whose_loop_is_closed(daemon):
+    """Nobody can close it any more: it counts as long as somebody has it."""
+
+    async def first(watch):
+        return await anext(watch)
+
+    client, loop = qkvd.AsyncClient(daemon.target), asyncio.new_event_loop()
+    watch = client.watch()
+    assert loop.run_until_complete(first(watch)).reset
+    assert calls_under_way._streams == 1
+    loop.close()
+    del watch
+    wait_for(lambda: gc.collect() >= 0 and calls_under_way._streams == 0, "the watch counts")
+
+
 def test_a_task_is_cancelled_under_a_call(run, daemon):
     async def work(client):
         with daemon.stopped():

@@ -22,7 +22,7 @@ from qkvd.arrays import Array
 from qkvd.calls import Backoff, Call, Match, Presence
 from qkvd.connection import DEFAULT_RETRY, DEFAULT_TARGET, DEFAULT_TIMEOUT, Connection, Tls
 from qkvd.items import Item, Result, RopeForm
-from qkvd.locks import UnderWay, calls_under_way
+from qkvd.locks import Stream, UnderWay, calls_under_way
 from qkvd.model import Model, Policy
 from qkvd.several import Daemon, Daemons, chosen
 from qkvd.v1 import admin_pb2, kv_cache_pb2, model_pb2, objects_pb2
@@ -68,6 +68,7 @@ class AsyncClient:
         self._process = os.getpid()
         self._closed = False
         self._waiting: set[asyncio.Future[Any]] = set()
+        self._counted: weakref.WeakSet[Stream | UnderWay] = weakref.WeakSet()  # that end with the connection
 
     @property
     def target(self) -> str:
@@ -99,6 +100,8 @@ class AsyncClient:
             await channel.close(None)
         for answer in self._waiting:
             answer.cancel()
+        for one in list(self._counted):
+            one.end()
         if senders is not None:
             await asyncio.get_running_loop().run_in_executor(None, close, senders)
         for daemon in self._daemons.all:
@@ -250,7 +253,8 @@ class AsyncClient:
             answers = client._stub("unary_stream", calls.CACHE + "Watch")(
                 request, metadata=self._connection.metadata_of(None)
             )
-            calls_under_way.stream_begins()
+            counted = Stream()
+            client._counted.add(counted)
         patience = max(self._connection.timeout, calls.WATCH_PATIENCE)
         try:
             while (answer := await self._answer(answers.read(), patience, "Watch", patience)) is not _END:
@@ -259,7 +263,7 @@ class AsyncClient:
             raise errors.of_call(error, "Watch", None) from None
         finally:
             answers.cancel()
-            calls_under_way.stream_ends()
+            counted.end()
 
     # ---- opaque objects ----
 
@@ -578,7 +582,8 @@ class AsyncClient:
         began = False
         while True:
             try:
-                async with UnderWay():
+                async with UnderWay() as counted:
+                    self._counted.add(counted)
                     stub = self._stub("unary_stream", method)
                     left = backoff.left()
                     answers = stub(request, timeout=left, metadata=self._connection.metadata_of(key))
@@ -651,9 +656,8 @@ class AsyncDecodeStream:
                 async with UnderWay():
                     stub = self._client._stub("stream_stream", calls.CACHE + "Decode")
                     self._call = stub(metadata=self._client._connection.metadata_of(self._key))
-                    calls_under_way.stream_begins()
-                self._ends = weakref.finalize(self, calls_under_way.stream_ends)
-                self._ends.atexit = False
+                    self._counted = Stream()
+                    self._client._counted.add(self._counted)
             answer = await self._client._wait_for(self._exchange(message), seconds)
             if answer is not _END:
                 return bytes(answer)
@@ -678,4 +682,4 @@ class AsyncDecodeStream:
         self._failure = error
         if self._call is not None:
             self._call.cancel()
-            self._ends()
+            self._counted.end()

@@ -203,20 +203,30 @@ class UnderWay:
     def __init__(self) -> None:
         self._reader: object | None = None
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> UnderWay:
         while (reader := calls_under_way.task_begins()) is None:
             await asyncio.sleep(LOOKS)
         self._reader = reader
+        return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
             calls_under_way.read_ends(reader)
 
-    __del__ = _end  # of a generator whose loop is closed
+    __del__ = end  # of a generator whose loop is closed
+
+
+class Stream:
+    """A stream of a task's, which a fork does not wait for: it counts until its end, or until nobody has it any more."""
+
+    def __init__(self) -> None:
+        calls_under_way.stream_begins()
+        self.end = weakref.finalize(self, calls_under_way.stream_ends)
+        self.end.atexit = False
 
 
 def _inside_grpc() -> set[int]:
