@@ -46,6 +46,9 @@ def test_memory_of_the_caller(client, name):
         client.get_objects([name], out=[bytearray(8)])
     with pytest.raises(qkvd.InvalidArgument, match="out has 0 entries"):
         client.get_objects([name], out=[])
+    for out, text in ((5, "bytes-like"), (np.zeros((8, 2))[:, 0], "contiguous"), (bytes(array.nbytes), "written to")):
+        with pytest.raises(qkvd.InvalidArgument, match=f"out of object {name}.*{text}"):
+            client.get_objects([name], out=[out])
 
 
 def test_refusals(client, daemon, name):

@@ -510,6 +510,9 @@ def test_answers_are_merged(several, rows):
     answer = several.put_objects([(name, name.encode()) for name in SESSIONS])
     assert answer.objects == len(SESSIONS)
     assert [bytes(one or b"").decode() for one in several.get_objects(SESSIONS)] == SESSIONS
+    for count in (0, len(SESSIONS) + 1):
+        with pytest.raises(qkvd.InvalidArgument, match=f"out has {count} entries"):
+            several.get_objects(SESSIONS, out=[bytearray(20) for _ in range(count)])
     assert several.has_objects(["nobody", *SESSIONS])[:2] == [0, len(SESSIONS[0])]
     assert [info.object for info in several.objects()] == sorted(SESSIONS)
     assert several.delete_objects(["nobody", *SESSIONS]) == [False] + [True] * len(SESSIONS)
@@ -587,6 +590,8 @@ def test_async(several, targets, rows, queries):
             answer = await client.put_objects([(name, name.encode()) for name in SESSIONS])
             assert answer.objects == len(SESSIONS)
             assert [bytes(one or b"").decode() for one in await client.get_objects(SESSIONS)] == SESSIONS
+            with pytest.raises(qkvd.InvalidArgument, match="out has 0 entries"):
+                await client.get_objects(SESSIONS, out=[])
             assert [info.object async for info in client.objects()] == sorted(SESSIONS)
             assert all(await client.delete_objects(SESSIONS)) and not any(await client.has_objects(SESSIONS))
             await client.append([qkvd.Item(session=name, position=64, k=k[:1], v=k[:1]) for name in SESSIONS])

@@ -290,6 +290,7 @@ class AsyncClient:
         self, names: Sequence[str], *, out: Sequence[Any] | None = None, timeout: float | None = None
     ) -> list[memoryview | None]:
         """As `Client.get_objects`."""
+        opaque.check_outs(names, out)
         if self._daemons:
             return await several_async.listwise(
                 self, names, timeout,

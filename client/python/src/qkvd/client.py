@@ -357,6 +357,7 @@ class Client:
         out: memory for each of them, that can be written to; what is given back are views of it. InvalidArgument: it is too
         small. DataLoss: what came does not have the object's checksum.
         """
+        opaque.check_outs(names, out)
         if self._daemons:
             return several_sync.listwise(
                 self, names, timeout,

@@ -104,14 +104,30 @@ def get_request(names: Sequence[str]) -> bytes:
     return objects_pb2.GetObjectsRequest(objects=names).SerializeToString()
 
 
+def check_outs(names: Sequence[str], out: Sequence[Any] | None) -> None:
+    """There is one for each."""
+    if out is not None and len(out) != len(names):
+        raise InvalidArgument(f"out has {len(out)} entries, there are {len(names)} names")
+
+
+def _place_of(out: Any, name: str) -> memoryview:
+    """Memory of the caller's, where it lies in one piece and can be written to."""
+    try:
+        view = memoryview(out).cast("B")
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"out of object {name}: {error}") from error
+    if view.readonly:
+        raise InvalidArgument(f"out of object {name} cannot be written to")
+    return view
+
+
 class Gathering:
     """Objects that arrive in pieces: into `out`, where the caller gives memory, else into memory of their own."""
 
     def __init__(self, names: Sequence[str], out: Sequence[Any] | None = None):
-        if out is not None and len(out) != len(names):
-            raise InvalidArgument(f"out has {len(out)} entries, there are {len(names)} names")
+        check_outs(names, out)
         self._names = names
-        self._targets = None if out is None else [memoryview(one).cast("B") for one in out]
+        self._targets = None if out is None else [_place_of(one, name) for one, name in zip(out, names, strict=True)]
         self._found: list[memoryview | None] = [None] * len(names)
         self._index = -1
         self._at = 0
