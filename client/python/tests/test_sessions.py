@@ -468,6 +468,11 @@ def test_decode_stream(client, model, session, rows, queries):
         pass
     with pytest.raises(qkvd.FailedPrecondition, match="closed"):
         stream.attend([item])
+    with qkvd.Client(client.target) as other:
+        stream = other.decode()
+        stream.attend([item])
+    with pytest.raises(qkvd.Cancelled, match="the client was closed"):
+        stream.attend([item])
 
 
 def test_arguments(client, session, rows):

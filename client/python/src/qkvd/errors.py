@@ -134,7 +134,7 @@ def of_call(error: grpc.RpcError, method: str, timeout: float | None) -> Error:
         text = f"{method.rpartition('/')[2]} was not answered within {timeout:g} s"
     if code is grpc.StatusCode.INTERNAL and text == "Internal error from Core":  # grpc.aio's of a message that is not sent
         return Unavailable("the call has ended while a message was sent")
-    if code is grpc.StatusCode.CANCELLED and text.startswith("Channel closed"):
+    if code is grpc.StatusCode.CANCELLED and "Channel closed" in text:
         return Cancelled("the client was closed")
     if code is grpc.StatusCode.CANCELLED and not text.startswith("Locally cancelled"):
         return Unavailable("the daemon has ended the call, as it does when it stops")  # calls that came too late
