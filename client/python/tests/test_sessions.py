@@ -1,5 +1,6 @@
 """Sessions against a real daemon: rows in, attention and rows out, and the calls around them."""
 
+import asyncio
 import copy
 import dataclasses
 import pickle
@@ -567,6 +568,27 @@ def test_codecs_and_their_parameters(client, name, rows, queries):
         client.open(name, model=name, policy=qkvd.Policy(codec="kivi", bits_k=4, bits_v=4, polarquant_row_norms="none"))
     with pytest.raises(qkvd.InvalidArgument, match="turboquant_rotation is 'skew'"):
         client.open(name, model=name, policy=qkvd.Policy(codec="turboquant", turboquant_rotation="skew"))  # type: ignore[arg-type]
+
+
+def test_parts_of_different_lengths(client, session, rows, queries):
+    """Of rows that go in several messages nothing is appended, as of those that go in one."""
+
+    async def asynchronous(item):
+        async with qkvd.AsyncClient(client.target) as one:
+            await one.append([item])
+
+    for tokens in (10, 30_000):
+        k, v = rows(tokens)
+        q = queries(tokens)
+        for wrong in ({"v": v[: tokens // 2]}, {"tokens": range(tokens - 1)}, {"tokens": range(tokens + 1)}):
+            item = qkvd.Item(**{"session": session.name, "k": k, "v": v} | wrong)
+            with pytest.raises(qkvd.InvalidArgument, match=f"{tokens}"):
+                client.append([item])
+            with pytest.raises(qkvd.InvalidArgument, match=f"{tokens}"):
+                asyncio.run(asynchronous(item))
+            with pytest.raises(qkvd.InvalidArgument, match=f"{tokens}"):
+                session.attend(0, q, k=k, v=v[: tokens // 2])
+            assert session.info().lengths == [0, 0]
 
 
 @pytest.mark.parametrize("tokens", [10, 3000])  # in a call, and in a stream of messages

@@ -124,7 +124,13 @@ def pack(item: Item) -> Packed:
 
 
 def cut(item: Item, tokens: int) -> Iterator[Item]:
-    """The item in pieces of so many tokens, rows and queries in step."""
+    """The item in pieces of so many tokens, rows and queries in step.
+
+    InvalidArgument: values or ids of other tokens than the keys', of which the daemon would see only in a later piece.
+    """
+    for what, with_it in (("v", item.v), ("tokens", item.tokens)):
+        if item.k is not None and with_it is not None and len(with_it) != len(item.k):
+            raise InvalidArgument(f"{what} has {len(with_it)} tokens, k has {len(item.k)}")
     count = max((len(array) for array in (item.k, item.v, item.q) if array is not None), default=0)
     for begin in range(0, count, tokens):
         end = min(begin + tokens, count)
