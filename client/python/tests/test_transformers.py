@@ -408,6 +408,26 @@ def test_no_session_is_left_behind(client):
             assert not list(client.sessions())
 
 
+def test_a_session_is_opened_and_nobody_is_told(client, monkeypatch):
+    """The answer comes too late: the next try succeeds; the fixture looks whether a session is left."""
+    model, ids = small("llama"), torch.randint(1, 97, (2, 20))
+    begin = client.open
+
+    def late(name, **options):
+        session = begin(name, **options)
+        if name.endswith("/1"):
+            raise qkvd.DeadlineExceeded("late")
+        return session
+
+    with QkvdCache(client, model, model_name="late") as cache, torch.no_grad():
+        monkeypatch.setattr(client, "open", late)
+        with pytest.raises(qkvd.DeadlineExceeded):
+            model(ids, past_key_values=cache)
+        monkeypatch.undo()
+        assert not list(client.sessions())
+        model(ids, past_key_values=cache)
+
+
 def test_as_many_sessions_as_there_may_be():
     """What does not fit leaves nothing behind, and can be tried again."""
     model, ids = small("llama"), torch.randint(1, 97, (3, 20))

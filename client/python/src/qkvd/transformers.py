@@ -262,14 +262,20 @@ class QkvdCache(Cache):  # type: ignore[misc]
                 self._rows.append(Row(self._open_session()))
         except BaseException:  # all of them or none: the next try begins anew
             with contextlib.suppress(Error):
-                _close_all(self._rows)
+                _close_all(self._rows, timeout=5)
+                if not self._named:  # the last one may be open, though its answer has not come
+                    with contextlib.suppress(NotFound):
+                        self.client.close_session(self._name(), timeout=5)
                 self._made = 0
             self._rows.clear()
             raise
 
+    def _name(self) -> str:
+        return self.name if self._made == 1 else f"{self.name}/{self._made - 1}"
+
     def _next_name(self) -> str:
         self._made += 1
-        return self.name if self._made == 1 else f"{self.name}/{self._made - 1}"
+        return self._name()
 
     def _open_session(self) -> Session:
         ttl = 0 if self._named else NAMELESS_TTL
