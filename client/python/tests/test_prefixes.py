@@ -29,6 +29,14 @@ def test_options():
         ({"durability": "disk"}, "durability is 'disk', allowed are"),
         ({"timeout": 0}, "timeout is 0, it is a number of seconds above 0"),
         ({"ttl": -1}, "ttl is -1, it begins at 0"),
+        ({"ttl": float("inf")}, "ttl is inf, it is a number of seconds"),
+        ({"timeout": "10"}, "timeout is of type str, it is a number"),
+        ({"lookup_timeout": None}, "lookup_timeout is of type NoneType, it is a number"),
+        ({"save_buffer": "1 GiB"}, "save_buffer is of type str, it is a number"),
+        ({"target": 7580}, "target is of type int, it is a text"),
+        ({"token": 12345}, "token is of type int, it is a text"),
+        ({"bits": 16}, "bits is 16, allowed are"),
+        ({"bits": [8]}, r"bits is \[8\], allowed are"),
     ):
         with pytest.raises(qkvd.InvalidArgument, match=text):
             Options.of(config)

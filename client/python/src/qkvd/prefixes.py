@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypeVar, cast, get_args
 
 from qkvd import calls
@@ -35,6 +36,11 @@ NAMES_MOST = 16384  # that a lookup asks for
 BITS = 8  # a coordinate, where the settings do not say: with these the text stays the engine's own (docs/python.md)
 NAMELESS = Model(name="-", layers=1, kv_heads=1, q_heads=1, key_dim=8, value_dim=8)  # of who only looks up, or has no rows
 CODECS = tuple(name for name in get_args(Codec) if name)
+TEXTS = (
+    "target", "token", "token_file", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "model_name", "tenant",
+    "durability",
+)  # fmt: skip
+NUMBERS = ("timeout", "lookup_timeout", "ttl", "save_buffer", "prefill_wait")
 NOTHING = Match("", 0, 0, 0, 0.0)
 
 
@@ -72,10 +78,16 @@ class Options:
             if key not in known:
                 raise InvalidArgument(f"{key!r} is no option of the connector; it has {', '.join(sorted(known))}")
         options = cls(**config)
+        for names, kinds, what in ((TEXTS, (str, NoneType), "text"), (NUMBERS, (int, float), "number")):
+            for name in names:
+                value = getattr(options, name)
+                if not isinstance(value, kinds) or isinstance(value, bool):
+                    raise InvalidArgument(f"{name} is of type {type(value).__name__}, it is a {what}")
         if options.codec is not None and "bits" not in config:  # not all codecs have 8 bits
             options = dataclasses.replace(options, bits=None)
-        if isinstance(options.bits, str) and options.bits != "exact":
-            raise InvalidArgument(f'bits is {options.bits!r}, allowed are a number up to 8 and "exact"')
+        bits = options.bits
+        if bits not in ("exact", None) and not (isinstance(bits, int | float) and 0 <= bits <= 8):
+            raise InvalidArgument(f'bits is {bits!r}, allowed are a number up to 8 and "exact"')
         for name in ("codec", "codec_v"):
             if getattr(options, name) not in (None, *CODECS):
                 raise InvalidArgument(f"{name} is {getattr(options, name)!r}, known are {', '.join(CODECS)}")
@@ -93,6 +105,7 @@ class Options:
         for name in ("ttl", "save_buffer", "prefill_wait"):
             if not getattr(options, name) >= 0:
                 raise InvalidArgument(f"{name} is {getattr(options, name)}, it begins at 0")
+        calls.milliseconds(options.ttl)
         if options.token is not None and options.token_file is not None:
             raise InvalidArgument("token and token_file are both given")
         if options.tls_ca is None and (options.tls_cert or options.tls_key or options.tls_server_name):
