@@ -478,6 +478,7 @@ def test_decode_stream(client, model, session, rows, queries):
 
 def test_arguments(client, session, rows):
     k, v = rows(3)
+    shape = {"kv_heads": 1, "q_heads": 1, "key_dim": 8, "value_dim": 8}
     for call, text in (
         (lambda: session.append(0, k.astype(np.int32), v), "k is of int32"),
         (lambda: session.append(0, [1, 2], v), "k is a list"),
@@ -498,6 +499,15 @@ def test_arguments(client, session, rows):
         (lambda: session.append(0, k, v, position=1.5), "position is 1.5, it is a whole number"),
         (lambda: session.append("0", k, v), "layer is '0', it is a whole number"),
         (lambda: session.truncate(0.5), "position is 0.5"),
+        (lambda: session.attend(0, k, 0, options=qkvd.AttendOptions(sliding_window=-1)), "AttendOptions: .*-1"),
+        (lambda: client.open("x", model="m", policy=qkvd.Policy(recent_window=-4)), "Policy: .*-4"),
+        (lambda: client.open("x", model="m", policy=qkvd.Policy(bits_k="4")), "Policy: .*str"),  # type: ignore[arg-type]
+        (lambda: client.register_model(qkvd.Model(name="m", layers=2**32, **shape)), "Model: .*4294967296"),
+        (
+            lambda: client.register_model(qkvd.Model(name="m", layers=1, rope=qkvd.Rope(theta=1, width=-2), **shape)),
+            "Rope: .*-2",
+        ),
+        (lambda: next(client.watch(instance=-1)), "instance is -1"),
         (lambda: session.truncate(0, layers=[2**32]), "layers is 4294967296, at most"),
         (lambda: session.fetch(0, begin=0.5), "begin is 0.5"),
         (lambda: client.attend([qkvd.Item(session="x", q=k)], out=[]), "out has 0 entries, there are 1 items"),

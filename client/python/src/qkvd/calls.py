@@ -361,7 +361,11 @@ def match(model: str, tokens: Sequence[int] | Array, salt: bytes) -> Call[Match]
 
 def watch_request(tenant: str, model: str, token_ids: bool, instance: int, after: int) -> bytes:
     request = kv_cache_pb2.WatchRequest(
-        tenant=tenant, model=model, token_ids=token_ids, instance=instance, after=not_negative(after, "after")
+        tenant=tenant,
+        model=model,
+        token_ids=token_ids,
+        instance=not_negative(instance, "instance"),
+        after=not_negative(after, "after"),
     )
     return request.SerializeToString()
 

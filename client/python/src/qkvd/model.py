@@ -5,13 +5,17 @@ Fields that are left out take the daemon's defaults; proto/qkv/v1/model.proto ha
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from qkvd.arrays import dtype_number
-from qkvd.errors import InvalidArgument
+from qkvd.errors import Error, InvalidArgument
 from qkvd.v1 import kv_cache_pb2, model_pb2
 
+_T = TypeVar("_T")
+_M = TypeVar("_M")
 _SCALINGS = {
     "none": model_pb2.Rope.SCALING_NONE,
     "linear": model_pb2.Rope.SCALING_LINEAR,
@@ -25,6 +29,21 @@ _PRECISIONS = {
     "int16": kv_cache_pb2.AttendOptions.PRECISION_INT16,
     "int8": kv_cache_pb2.AttendOptions.PRECISION_INT8,
 }
+
+
+def _refused(message: Callable[[_T], _M]) -> Callable[[_T], _M]:
+    """What a message has no place for is InvalidArgument."""
+
+    @functools.wraps(message)
+    def checked(of: _T) -> _M:
+        try:
+            return message(of)
+        except Error:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{type(of).__name__}: {error}") from error
+
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +62,7 @@ class Rope:
     beta_slow: float = 0
     attention_factor: float = 0
 
+    @_refused
     def message(self) -> model_pb2.Rope:
         """The message of the wire."""
         if self.scaling not in _SCALINGS:
@@ -90,7 +110,6 @@ Codec = Literal[
 ]
 Rotation = Literal["", "hadamard", "dense"]
 
-_T = TypeVar("_T")
 _ROTATIONS = {"hadamard": model_pb2.Turboquant.ROTATION_HADAMARD, "dense": model_pb2.Turboquant.ROTATION_DENSE}
 _ROW_NORMS = {"stored": model_pb2.Polarquant.ROW_NORMS_STORED, "none": model_pb2.Polarquant.ROW_NORMS_NONE}
 
@@ -148,6 +167,7 @@ class Policy:
     rank: int = 0
     sink_tokens: int | None = None
 
+    @_refused
     def message(self) -> model_pb2.CodecPolicy:
         """The message of the wire."""
         return model_pb2.CodecPolicy(
@@ -215,6 +235,7 @@ class Model:
     calibration_trusted: bool = False  # used at once, neither tried nor withdrawn
     shared: bool = False  # with tenants that have none of its name; for a client of the tenant "default" alone
 
+    @_refused
     def message(self) -> model_pb2.Model:
         """The message of the wire."""
         return model_pb2.Model(
@@ -262,6 +283,7 @@ class AttendOptions:
     not_causal: bool = False
     precision: Literal["fp32", "int16", "int8"] | None = None  # None: integers as fine as the codes need
 
+    @_refused
     def message(self) -> kv_cache_pb2.AttendOptions:
         """The message of the wire."""
         if self.precision not in _PRECISIONS:
