@@ -2,12 +2,14 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from daemon import Daemon, wait_for
 
 import qkvd
+from qkvd.configs import rope_of
 from qkvd.prefixes import NOTHING, Breaker, Options, Prefixes
 
 LOG = logging.getLogger("test")
@@ -40,6 +42,22 @@ def test_options():
     ):
         with pytest.raises(qkvd.InvalidArgument, match=text):
             Options.of(config)
+
+
+def test_configurations_that_do_not_say_all_of_a_rope():
+    """Such as those of models that vLLM brings itself: an engine begins all the same."""
+    for fields, rope in (
+        ({}, (1e4, 0, "none", 0)),
+        ({"max_position_embeddings": None}, (1e4, 0, "none", 0)),
+        ({"rope_theta": [1e4, 5e5]}, None),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, (1e4, 0, "dynamic", 64)),
+        ({"partial_rotary_factor": 0.5}, None),
+        ({"partial_rotary_factor": 0.5, "hidden_size": 64, "num_attention_heads": 4}, (1e4, 8, "none", 0)),
+        ({"partial_rotary_factor": 0.5, "head_dim": 32}, (1e4, 16, "none", 0)),
+    ):
+        found = rope_of(SimpleNamespace(**{"model_type": "llama", "rope_theta": 1e4} | fields))
+        assert rope == (found and (found.theta, found.width, found.scaling, found.original_max_position))
 
 
 def test_salts_tell_sequences_apart():

@@ -25,27 +25,37 @@ def name_of(config: Any) -> str:
 
 
 def rope_of(config: Any) -> Rope | None:
-    """The model's RoPE, which makes its codes better. None where it has none, or one that the daemon does not know."""
+    """The model's RoPE, which makes its codes better. None where it has none, one that the daemon does not know, or a
+    configuration that does not say enough."""
     rope = _rope_parameters(config)
     theta, scaling = rope.get("rope_theta"), _SCALINGS.get(rope.get("rope_type", "default"))
     apart = hasattr(config, "qk_rope_head_dim") or 0 in (getattr(config, "no_rope_layers", None) or ())
-    if not theta or scaling is None or apart:
-        return None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    trained = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or 0
     part = rope.get("partial_rotary_factor") or 1.0
+    if not theta or not isinstance(theta, int | float) or scaling is None or apart:
+        return None
+    head_dim = 0 if part == 1.0 else _head_dim_of(config)
+    if (scaling not in ("none", "linear") and not trained) or (part != 1.0 and not head_dim):
+        return None
     return Rope(
         theta=float(theta),
         width=0 if part == 1.0 else int(head_dim * part) // 2 * 2,
         interleaved=config.model_type in _INTERLEAVED,
         scaling=scaling,
         factor=0 if scaling == "none" else float(rope.get("factor") or 1.0),
-        original_max_position=int(rope.get("original_max_position_embeddings") or config.max_position_embeddings),
+        original_max_position=int(trained),
         low_freq_factor=float(rope.get("low_freq_factor") or 0),
         high_freq_factor=float(rope.get("high_freq_factor") or 0),
         beta_fast=float(rope.get("beta_fast") or 0),
         beta_slow=float(rope.get("beta_slow") or 0),
         attention_factor=float(rope.get("attention_factor") or 0),
     )
+
+
+def _head_dim_of(config: Any) -> int:
+    """0 where the configuration does not say."""
+    hidden, heads = getattr(config, "hidden_size", None) or 0, getattr(config, "num_attention_heads", None) or 1
+    return int(getattr(config, "head_dim", None) or hidden // heads)
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
