@@ -15,6 +15,7 @@ from daemon import PATIENCE, Daemon, wait_for
 from test_fork import in_child, new_grpc
 
 import qkvd
+from qkvd import place
 from qkvd.aio import AsyncDecodeStream
 from qkvd.locks import calls_under_way
 
@@ -378,6 +379,36 @@ def test_streams_end_with_their_client(run, daemon, session, rows):
         assert (len(calls_under_way._readers), calls_under_way._streams) == (0, 0)
 
     run(work)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_streams_end_where_they_are_left(daemon, session, rows, several):
+    """At once, and not when the collector of garbage finds them: the next statement may be a fork."""
+    k, v = rows(10)
+    session.append(0, k, v)
+    client = qkvd.AsyncClient(
+        f"{daemon.target},unix:/nobody" if several else daemon.target, placement=placed(daemon.target)
+    )
+
+    async def work():
+        async with client:
+            for stream in (client.watch(), client.fetch_rows(session.name, [0], chunk_tokens=1)):
+                await anext(stream)
+                await stream.aclose()
+                assert (len(calls_under_way._readers), calls_under_way._streams) == (0, 0)
+            small = await client.session(session.name)
+            with pytest.raises(qkvd.InvalidArgument, match="room for 2 tokens"):
+                await small.fetch(0, out=(np.empty_like(k[:2]), np.empty_like(v[:2])))
+            assert (len(calls_under_way._readers), calls_under_way._streams) == (0, 0)
+
+    asyncio.run(work())
+
+
+def placed(target):
+    """A placement at this daemon of two."""
+    weights = {name: place.weight(place.hash_of(target), place.hash_of(name)) for name in map(str, range(100))}
+    other = {name: place.weight(place.hash_of("unix:/nobody"), place.hash_of(name)) for name in weights}
+    return next(name for name in weights if weights[name] > other[name])
 
 
 def test_a_watch_whose_loop_is_closed(daemon):

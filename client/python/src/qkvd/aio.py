@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -244,7 +244,7 @@ class AsyncClient:
 
     async def watch(
         self, *, tenant: str = "", model: str = "", token_ids: bool = False, instance: int = 0, after: int = 0
-    ) -> AsyncIterator[kv_cache_pb2.WatchResponse]:
+    ) -> AsyncGenerator[kv_cache_pb2.WatchResponse, None]:
         """As `Client.watch`."""
         request = calls.watch_request(tenant, model, token_ids, instance, after)
         read = calls.reader(kv_cache_pb2.WatchResponse)
@@ -298,8 +298,9 @@ class AsyncClient:
             )  # fmt: skip
         gathering = opaque.Gathering(names, out)
         request, key = opaque.get_request(names), opaque.key_of(names)
-        async for answer in self._stream(opaque.OBJECTS + "GetObjects", request, timeout, key):
-            gathering.take(answer)
+        async with contextlib.aclosing(self._stream(opaque.OBJECTS + "GetObjects", request, timeout, key)) as stream:
+            async for answer in stream:
+                gathering.take(answer)
         return gathering.all()
 
     async def has_objects(self, names: Sequence[str], *, touch: bool = False, timeout: float | None = None) -> list[int]:
@@ -396,11 +397,12 @@ class AsyncClient:
         rope: RopeForm = "after",
         chunk_tokens: int = 0,
         timeout: float | None = None,
-    ) -> AsyncIterator[wire.Rows]:
+    ) -> AsyncGenerator[wire.Rows, None]:
         """As `Client.fetch_rows`."""
         request = calls.fetch_request(session, layers, begin, end, dtype, heads_first, part, rope, chunk_tokens)
-        async for data in self._stream(calls.CACHE + "Fetch", request, timeout, session):
-            yield wire.rows(data)
+        async with contextlib.aclosing(self._stream(calls.CACHE + "Fetch", request, timeout, session)) as stream:
+            async for data in stream:
+                yield wire.rows(data)
 
     async def attention_stats(
         self, session: str, layers: Sequence[int] | None = None, *, buckets: int = 0, timeout: float | None = None
@@ -574,10 +576,11 @@ class AsyncClient:
 
     async def _stream(
         self, method: str, request: bytes, timeout: float | None, key: str | None = None
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         if self._daemons:
-            async for answer in several_async.stream(self, method, request, timeout, key):
-                yield answer
+            async with contextlib.aclosing(several_async.stream(self, method, request, timeout, key)) as stream:
+                async for answer in stream:
+                    yield answer
             return
         backoff = self._backoff(timeout)
         began = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -100,11 +100,13 @@ class AsyncSession(SessionState):
         while True:
             gathered = Gathered(out, self._expected(layer, begin, end), heads_first)
             try:
-                async for piece in self._client.fetch_rows(
+                pieces = self._client.fetch_rows(
                     self.name, [layer], begin=begin, end=end, dtype=dtype, heads_first=heads_first, part=part,
                     rope=rope, timeout=backoff.left(),
-                ):  # fmt: skip
-                    gathered.put(piece)
+                )  # fmt: skip
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        gathered.put(piece)
                 return gathered.taken()
             except errors.Unavailable as error:
                 await asyncio.sleep(backoff.pause(error, True))

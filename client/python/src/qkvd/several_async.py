@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -108,7 +109,7 @@ async def routed(
 
 async def stream(
     client: AsyncClient, method: str, request: bytes, timeout: float | None, key: str | None
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """The messages of a server stream of one daemon; sent again while none has come."""
     backoff = client._backoff(timeout)
     began = False
@@ -116,9 +117,10 @@ async def stream(
         daemon = None
         try:
             daemon = await owner(client, key, backoff.left())
-            async for answer in daemon.client._stream(method, request, backoff.left(), key):
-                began = True
-                yield answer
+            async with contextlib.aclosing(daemon.client._stream(method, request, backoff.left(), key)) as answers:
+                async for answer in answers:
+                    began = True
+                    yield answer
             return
         except errors.Error as error:
             if daemon is not None:
