@@ -24,6 +24,7 @@ enum { QKV_WEIGHT_DEFAULT = 100 };
   X(host_bytes_guaranteed, QKV_OPTION_BYTES, 0x1p60) \
   X(ssd_bytes, QKV_OPTION_BYTES, 0x1p60)             \
   X(ssd_bytes_guaranteed, QKV_OPTION_BYTES, 0x1p60)  \
+  X(gpu_bytes, QKV_OPTION_BYTES, 0x1p60)             \
   X(sessions, QKV_OPTION_INTEGER, 0x1p40)            \
   X(models, QKV_OPTION_INTEGER, 0x1p40)              \
   X(calls, QKV_OPTION_INTEGER, 0x1p40)               \

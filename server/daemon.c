@@ -273,6 +273,7 @@ static void read_account_limits(void *context, const char *tenant, qkv_account_l
                                  .host_guaranteed = (uint64_t)of.host_bytes_guaranteed,
                                  .ssd_bytes = (uint64_t)of.ssd_bytes,
                                  .ssd_guaranteed = (uint64_t)of.ssd_bytes_guaranteed,
+                                 .gpu_bytes = (uint64_t)of.gpu_bytes,
                                  .sessions = (uint64_t)of.sessions};
 }
 

@@ -38,10 +38,11 @@ static int get(qkv_client *client, const char *tenant, const char *token, Qkv__V
 // ---- show ----
 
 static json_t *usage_json(const Qkv__V1__QuotaUsage *usage) {
-  return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "host_bytes", (json_int_t)usage->host_bytes,
-                   "ssd_bytes", (json_int_t)usage->ssd_bytes, "sessions", (json_int_t)usage->sessions, "models",
-                   (json_int_t)usage->models, "calls", (json_int_t)usage->calls, "bytes", (json_int_t)usage->bytes,
-                   "rows", (json_int_t)usage->rows, "refused", (json_int_t)usage->refused);
+  return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "host_bytes", (json_int_t)usage->host_bytes,
+                   "ssd_bytes", (json_int_t)usage->ssd_bytes, "gpu_bytes", (json_int_t)usage->gpu_bytes, "sessions",
+                   (json_int_t)usage->sessions, "models", (json_int_t)usage->models, "calls",
+                   (json_int_t)usage->calls, "bytes", (json_int_t)usage->bytes, "rows", (json_int_t)usage->rows,
+                   "refused", (json_int_t)usage->refused);
 }
 
 static json_t *quota_json(const Qkv__V1__Quota *quota) {

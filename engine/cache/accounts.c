@@ -16,11 +16,12 @@ struct qkv_account {
   qkv_accounts *accounts;
   qkv_arena *arena;
   size_t references;  // under the lock
-  _Atomic uint64_t sessions, evictable, objects, stored;
+  _Atomic uint64_t sessions, evictable, objects, stored, copied;
   // Of the limits, those that are looked at without the lock; ceilings are UINT64_MAX where there is none.
-  _Atomic uint64_t host_guaranteed, ssd_max, ssd_guaranteed, sessions_max;
+  _Atomic uint64_t host_guaranteed, ssd_max, ssd_guaranteed, gpu_max, sessions_max;
   _Atomic uint64_t host_max;
   _Atomic bool ssd_full;
+  _Atomic int64_t gpu_wait_ms;
   uint64_t told_full;  // when it was last given as a full one, in turns; under the lock
   UT_hash_handle hh;
   char tenant[QKV_NAME_MAX + 1];
@@ -80,6 +81,8 @@ static void set_limits(qkv_account *account) {
   atomic_store_explicit(&account->host_guaranteed, limits.host_guaranteed, memory_order_relaxed);
   atomic_store_explicit(&account->ssd_max, ceiling(limits.ssd_bytes), memory_order_relaxed);
   atomic_store_explicit(&account->ssd_guaranteed, limits.ssd_guaranteed, memory_order_relaxed);
+  atomic_store_explicit(&account->gpu_max, ceiling(limits.gpu_bytes), memory_order_relaxed);
+  atomic_store_explicit(&account->gpu_wait_ms, 0, memory_order_relaxed);
   atomic_store_explicit(&account->sessions_max, ceiling(limits.sessions), memory_order_relaxed);
   atomic_store_explicit(&account->ssd_full, false, memory_order_relaxed);
 }
@@ -139,7 +142,7 @@ void qkv_account_unref(qkv_account **account) {
   if (last) take_out(accounts, old);
   pthread_mutex_unlock(&accounts->lock);
   if (!last) return;
-  assert(atomic_load(&old->sessions) == 0 && atomic_load(&old->stored) == 0);
+  assert(atomic_load(&old->sessions) == 0 && atomic_load(&old->stored) == 0 && atomic_load(&old->copied) == 0);
   qkv_arena_destroy(&old->arena);
   free(old);
 }
@@ -269,6 +272,40 @@ qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts) {
   return full;
 }
 
+bool qkv_account_claim_gpu(qkv_account *account, uint64_t bytes) {
+  const uint64_t most = atomic_load_explicit(&account->gpu_max, memory_order_relaxed);
+  uint64_t copied = atomic_load_explicit(&account->copied, memory_order_relaxed);
+  do {
+    if (copied > most || bytes > most - copied) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&account->copied, &copied, copied + bytes, memory_order_relaxed,
+                                                  memory_order_relaxed));
+  return true;
+}
+
+void qkv_account_drop_gpu(qkv_account *account, uint64_t bytes) {
+  const uint64_t before = atomic_fetch_sub_explicit(&account->copied, bytes, memory_order_relaxed);
+  assert(before >= bytes);
+  (void)before;
+}
+
+bool qkv_account_fits_gpu(const qkv_account *account, uint64_t bytes) {
+  const uint64_t most = atomic_load_explicit(&account->gpu_max, memory_order_relaxed);
+  const uint64_t copied = atomic_load_explicit(&account->copied, memory_order_relaxed);
+  return copied <= most && bytes <= most - copied;
+}
+
+bool qkv_account_may_fit_gpu(const qkv_account *account, uint64_t bytes) {
+  return bytes <= atomic_load_explicit(&account->gpu_max, memory_order_relaxed);
+}
+
+void qkv_account_wait_gpu(qkv_account *account, int64_t until_ms) {
+  atomic_store_explicit(&account->gpu_wait_ms, until_ms, memory_order_relaxed);
+}
+
+bool qkv_account_waits_gpu(const qkv_account *account, int64_t now_ms) {
+  return now_ms < atomic_load_explicit(&account->gpu_wait_ms, memory_order_relaxed);
+}
+
 static uint64_t limit_of(const _Atomic uint64_t *most) {
   const uint64_t value = atomic_load_explicit(most, memory_order_relaxed);
   return value == UINT64_MAX ? 0 : value;
@@ -279,9 +316,11 @@ qkv_account_usage qkv_account_read(const qkv_account *account) {
                                         .host_guaranteed = limit_of(&account->host_guaranteed),
                                         .ssd_bytes = limit_of(&account->ssd_max),
                                         .ssd_guaranteed = limit_of(&account->ssd_guaranteed),
+                                        .gpu_bytes = limit_of(&account->gpu_max),
                                         .sessions = limit_of(&account->sessions_max)},
                              .host_bytes = host_bytes(account),
                              .ssd_bytes = atomic_load_explicit(&account->stored, memory_order_relaxed),
+                             .gpu_bytes = atomic_load_explicit(&account->copied, memory_order_relaxed),
                              .sessions = atomic_load_explicit(&account->sessions, memory_order_relaxed)};
 }
 

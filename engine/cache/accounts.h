@@ -2,6 +2,7 @@
 //
 //   memory     an arena of its own over the store's (arena.h), which all of its sessions are made in
 //   SSD        bytes of pages on it, before they are packed there
+//   GPU        bytes of copies of pages on all GPUs
 //   sessions   in the store's table
 //   objects    of the server, which counts them here
 //
@@ -24,6 +25,7 @@
 typedef struct qkv_account_limits {
   uint64_t host_bytes, host_guaranteed;
   uint64_t ssd_bytes, ssd_guaranteed;
+  uint64_t gpu_bytes;
   uint64_t sessions;
 } qkv_account_limits;
 
@@ -77,10 +79,21 @@ bool qkv_account_is_full_ssd(const qkv_account *account);
 // An account that is full on the SSD, with a reference, or NULL: of several each in its turn, as one may stay full.
 qkv_account *qkv_accounts_full_ssd(qkv_accounts *accounts);
 
+// Bytes of copies on GPUs. `claim` comes before a copy is made; false: the limit would be exceeded.
+bool qkv_account_claim_gpu(qkv_account *account, uint64_t bytes);
+void qkv_account_drop_gpu(qkv_account *account, uint64_t bytes);
+// Whether the limit leaves so many bytes more, and whether it would if there were no other copies.
+bool qkv_account_fits_gpu(const qkv_account *account, uint64_t bytes);
+bool qkv_account_may_fit_gpu(const qkv_account *account, uint64_t bytes);
+// Until when (clock.h) no copy is tried, as there was none to replace. Another value of `limits` ends that.
+void qkv_account_wait_gpu(qkv_account *account, int64_t until_ms);
+bool qkv_account_waits_gpu(const qkv_account *account, int64_t now_ms);
+
 typedef struct qkv_account_usage {
   qkv_account_limits limits;
   uint64_t host_bytes;  // reservations counted
   uint64_t ssd_bytes;
+  uint64_t gpu_bytes;
   uint64_t sessions;
 } qkv_account_usage;
 qkv_account_usage qkv_account_read(const qkv_account *account);

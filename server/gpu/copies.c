@@ -5,7 +5,8 @@
 // memory and uploads. Where there is none, the range that gets least attention goes (attention.h), if the new one
 // gets half as much again: ranges that are attended in turn and do not all fit would else replace each other for
 // ever. A range that gets less is not copied in the first place. Where memory was not found, nothing is tried for a
-// tenth of a second.
+// tenth of a second. A tenant that has as much as its quota allows replaces its own ranges in the same way; these are
+// looked for among all.
 #include <assert.h>
 #include <string.h>
 #include <utlist.h>
@@ -31,9 +32,16 @@ static qkv_device_copy *find_or_add(qkvi_gpu *gpu, const qkv_page_range *range) 
   copy = calloc(1, sizeof *copy);
   if (copy == NULL) abort();
   copy->range = range;
+  copy->account = range->account;
   copy->attention = QKVI_GPU_NO_ATTENTION;
   HASH_ADD_PTR(gpu->table, range, copy);
   return copy;
+}
+
+// While the range is there, and so its account.
+static void drop_claim(qkv_device_copy *copy) {
+  if (copy->claimed > 0) qkv_account_drop_gpu(copy->account, copy->claimed);
+  copy->claimed = 0;
 }
 
 // Gives its memory back.
@@ -41,6 +49,7 @@ static void leave_gpu(qkvi_gpu *gpu, qkv_device_copy *copy) {
   assert(copy->state == QKVI_COPY_RESIDENT && copy->users == 0);
   qkvi_gpu_ranks_remove(&gpu->resident, copy);
   qkv_gpu_free(gpu->open, copy->at, copy->bytes);
+  drop_claim(copy);
   gpu->full = false;
   copy->state = QKVI_COPY_COUNTED;
   copy->attends = 0;
@@ -139,6 +148,31 @@ static qkv_device_copy *least_below(qkvi_gpu *gpu, double attention, uint32_t pa
   return least != NULL && qkvi_gpu_attention_by_page(attention, pages) > value + MARGIN ? least : NULL;
 }
 
+// The same among those of the tenant.
+static qkv_device_copy *own_least_below(const qkvi_gpu *gpu, const qkv_device_copy *next, uint32_t pages) {
+  qkv_device_copy *least = NULL;
+  double value = qkvi_gpu_attention_by_page(next->attention, pages) - MARGIN;
+  for (size_t i = 0; i < gpu->resident.count; i++) {
+    qkv_device_copy *copy = gpu->resident.items[i].copy;
+    if (copy->account != next->account || copy->claimed == 0 || copy->users > 0) continue;
+    const double own = qkvi_gpu_attention_by_page(copy->attention, copy->pages);
+    if (own >= value) continue;
+    value = own;
+    least = copy;
+  }
+  return least;
+}
+
+// Whether the tenant has as much as it may, and no range of its own that would go for this one.
+static bool quota_keeps_out(const qkvi_gpu *gpu, const qkv_device_copy *copy, const qkv_page_range *range) {
+  const uint64_t bytes = atomic_load_explicit(&range->bytes_coded, memory_order_relaxed);  // about what it takes
+  if (copy->account == NULL || qkv_account_fits_gpu(copy->account, bytes)) return false;
+  if (qkv_account_waits_gpu(copy->account, qkv_now_ms())) return true;
+  if (qkv_account_may_fit_gpu(copy->account, bytes) && own_least_below(gpu, copy, range->count) != NULL) return false;
+  qkv_account_wait_gpu(copy->account, qkv_now_ms() + FULL_MS);
+  return true;
+}
+
 // Counts an attend by the CPU; whether the images are to be filled.
 static bool is_due(qkvi_gpu *gpu, qkv_device_copy *copy, const qkv_device_pages *pages) {
   if (copy->state == QKVI_COPY_FILLED || copy->users > 0) return false;
@@ -148,7 +182,8 @@ static bool is_due(qkvi_gpu *gpu, qkv_device_copy *copy, const qkv_device_pages 
   copy->attends++;
   if (pages->grows || copy->attends < gpu->config.admit_attends || gpu->filled == QKVI_GPU_FILLS) return false;
   if (gpu->full && qkv_now_ms() < gpu->full_until_ms) return false;
-  if (gpu->full && gpu->resident.count > 0 && least_below(gpu, copy->attention, pages->range->count) == NULL) {
+  if ((gpu->full && gpu->resident.count > 0 && least_below(gpu, copy->attention, pages->range->count) == NULL) ||
+      quota_keeps_out(gpu, copy, pages->range)) {
     qkvi_gpu_count(gpu, QKV_METRIC_GPU_LESS_ATTENDED, 1);
     return false;
   }
@@ -230,6 +265,7 @@ void qkvi_gpu_forget(qkv_device *device, const qkv_page_range *range) {
   qkv_device_copy *copy = find(gpu, range);
   if (copy != NULL) {
     HASH_DEL(gpu->table, copy);
+    drop_claim(copy);
     copy->forgotten = copy->state == QKVI_COPY_FILLED || copy->users > 0;
     if (!copy->forgotten) {
       if (copy->state == QKVI_COPY_RESIDENT) leave_gpu(gpu, copy);
@@ -274,9 +310,27 @@ static bool upload(qkvi_gpu *gpu, const qkv_device_copy *copy, qkv_cuda_memory a
   return true;
 }
 
+// Within the tenant's quota, for which ranges of its own that get less attention go.
+static bool claim(qkvi_gpu *gpu, qkv_device_copy *copy) {
+  if (copy->forgotten) return false;
+  if (copy->account == NULL) return true;
+  bool may = qkv_account_may_fit_gpu(copy->account, copy->bytes);
+  while (may && !qkv_account_claim_gpu(copy->account, copy->bytes)) {
+    qkv_device_copy *own = own_least_below(gpu, copy, copy->pages);
+    may = own != NULL;
+    if (!may) continue;
+    leave_gpu(gpu, own);
+    qkvi_gpu_count(gpu, QKV_METRIC_GPU_EVICTIONS, 1);
+  }
+  if (may) copy->claimed = copy->bytes;
+  if (!may) qkv_account_wait_gpu(copy->account, qkv_now_ms() + FULL_MS);
+  return may;
+}
+
 void qkvi_gpu_upload_next(qkvi_gpu *gpu) {
   qkv_device_copy *copy = gpu->queue;
   DL_DELETE(gpu->queue, copy);
+  if (!claim(gpu, copy)) return end_fill(gpu, copy, QKVI_COPY_COUNTED);
   pthread_mutex_unlock(&gpu->lock);
   const qkv_cuda_memory at = find_memory(gpu, copy);
   const bool uploaded = at != 0 && upload(gpu, copy, at);
@@ -293,6 +347,7 @@ void qkvi_gpu_upload_next(qkvi_gpu *gpu) {
     return;
   }
   if (at != 0) qkv_gpu_free(gpu->open, at, copy->bytes);
+  drop_claim(copy);
   end_fill(gpu, copy, QKVI_COPY_COUNTED);
 }
 

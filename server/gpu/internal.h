@@ -44,6 +44,8 @@ struct qkv_device_copy {
   uint64_t places[QKV_RANGE_PAGES];   // offsets of images that lie there as in memory; 0: it is expanded
   qkv_cuda_memory at;                 // resident: the list of addresses, then the images
   uint64_t bytes;
+  qkv_account *account;                 // the range's; NULL: none
+  uint64_t claimed;                     // of it; 0 once the range is forgotten
   uint8_t *buffer;                      // filled: the same, addresses counted from 0
   struct qkv_device_copy *prev, *next;  // in the queue
   UT_hash_handle hh;

@@ -71,6 +71,7 @@ static void write_tenant(qkvi_tenant_usage *from, tenant_message *to) {
 #undef X
   to->usage.host_bytes = from->host_bytes;
   to->usage.ssd_bytes = from->ssd_bytes;
+  to->usage.gpu_bytes = from->gpu_bytes;
   to->usage.sessions = from->sessions;
   to->usage.models = from->models;
   to->usage.calls = from->calls.calls;

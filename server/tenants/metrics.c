@@ -14,6 +14,7 @@ typedef uint64_t value_fn(const qkvi_tenant_usage *usage);
   }
 X(host_bytes, host_bytes)
 X(ssd_bytes, ssd_bytes)
+X(gpu_bytes, gpu_bytes)
 X(sessions, sessions)
 X(models, models)
 X(calls, calls.calls)
@@ -28,6 +29,7 @@ X(refused, calls.refused)
   }
 X(host_bytes)
 X(ssd_bytes)
+X(gpu_bytes)
 X(sessions)
 X(models)
 X(calls)
@@ -38,6 +40,7 @@ static const struct {
   value_fn *used, *most;
 } resources[] = {{"host_bytes", used_host_bytes, most_host_bytes},
                  {"ssd_bytes", used_ssd_bytes, most_ssd_bytes},
+                 {"gpu_bytes", used_gpu_bytes, most_gpu_bytes},
                  {"sessions", used_sessions, most_sessions},
                  {"models", used_models, most_models},
                  {"calls", used_calls, most_calls}};

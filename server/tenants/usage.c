@@ -68,6 +68,7 @@ void qkvi_tenant_usage_read(qkv_daemon *daemon, const char *tenant, qkvi_tenant_
   (void)qkv_accounts_read(qkv_store_accounts(daemon->store), tenant, &account);
   usage->host_bytes = account.host_bytes;
   usage->ssd_bytes = account.ssd_bytes;
+  usage->gpu_bytes = account.gpu_bytes;
   usage->sessions = account.sessions;
   usage->models = qkv_store_tenant_models(daemon->store, tenant);
 }

@@ -9,7 +9,7 @@
 typedef struct qkvi_tenant_usage {
   qkv_quota quota;  // in force; `tenant` is the tenant's
   bool by_default;  // it is that of "*"
-  uint64_t host_bytes, ssd_bytes, sessions, models;
+  uint64_t host_bytes, ssd_bytes, gpu_bytes, sessions, models;
   qkvi_call_usage calls;
 } qkvi_tenant_usage;
 

@@ -165,6 +165,30 @@ def test_the_same_bits(kernels, tmp_path):
         assert gpu(daemon, "failures_total") == 0
 
 
+def test_a_tenants_quota(kernels, tmp_path):
+    """gpu_bytes keeps a tenant's ranges off the GPU, after kill -9, too, until there is more of it."""
+    def qkvctl_quota(*words):
+        command = [binary("qkvctl"), "quota", *words, "--json", "--target", daemon.target]
+        return json.loads(subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=clean_environment()).stdout)
+
+    data = ("--data-dir", str(tmp_path / "data"), "--admin-listen", "127.0.0.1:0")
+    with with_gpu(kernels, *data) as daemon:
+        assert qkvctl_quota("set", "default", "gpu_bytes=1")["quota"]["gpu_bytes"] == 1
+        daemon.kill()
+    with with_gpu(kernels, *data) as daemon, Daemon(*ALIKE) as other:
+        session, _ = inner_range((daemon, other))
+        for _ in range(30):
+            session.attend()
+        assert gpu(daemon, "ranges") == 0 and gpu(daemon, "less_attended_total") > 0
+        qkvctl_quota("set", "default", "gpu_bytes=32MiB")
+        until_resident(daemon, session)
+        used = qkvctl_quota("show", "default")["usage"]["gpu_bytes"]
+        address = messages(daemon, "serving HTTP")[0]["address"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT) as answer:
+            assert f'qkvd_tenant_quota_used{{tenant="default",resource="gpu_bytes"}} {used}\n' in answer.read().decode()
+        assert 0 < used <= gpu(daemon, "bytes")
+
+
 def test_several_sessions_in_a_batch(kernels):
     """Requests that share a range, and one that does not, in one call."""
     with with_gpu(kernels) as daemon, Daemon(*ALIKE) as other:

@@ -86,6 +86,33 @@ static void the_ssd_has_a_ceiling(void **state) {
   qkv_arena_destroy(&arena);
 }
 
+static void gpus_have_a_ceiling(void **state) {
+  (void)state;
+  qkv_arena *arena = qkv_arena_create("memory-budget", 1 << 20);
+  qkv_accounts *accounts = qkv_accounts_create(arena, limits, NULL);
+  limits_now = (qkv_account_limits){.gpu_bytes = 100};
+  qkv_account *a = qkv_accounts_join(accounts, "limited");
+  assert_true(qkv_account_claim_gpu(a, 60));
+  assert_true(qkv_account_fits_gpu(a, 40));
+  assert_false(qkv_account_fits_gpu(a, 41));
+  assert_false(qkv_account_claim_gpu(a, 41));
+  assert_true(qkv_account_may_fit_gpu(a, 100));
+  assert_false(qkv_account_may_fit_gpu(a, 101));
+  assert_int_equal(qkv_account_read(a).gpu_bytes, 60);
+  assert_int_equal(qkv_account_read(a).limits.gpu_bytes, 100);
+  qkv_account_wait_gpu(a, 5);
+  assert_true(qkv_account_waits_gpu(a, 4));
+  assert_false(qkv_account_waits_gpu(a, 5));
+  limits_now = (qkv_account_limits){.gpu_bytes = 50};
+  qkv_accounts_refresh(accounts);
+  assert_false(qkv_account_waits_gpu(a, 4));
+  assert_false(qkv_account_fits_gpu(a, 0));
+  qkv_account_drop_gpu(a, 60);
+  qkv_account_unref(&a);
+  qkv_accounts_destroy(&accounts);
+  qkv_arena_destroy(&arena);
+}
+
 // One of which nothing can be deleted stays full, and does not keep others from their turn.
 static void full_ones_take_turns(void **state) {
   (void)state;
@@ -206,6 +233,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(accounts_come_and_go),
       cmocka_unit_test(the_ssd_has_a_ceiling),
+      cmocka_unit_test(gpus_have_a_ceiling),
       cmocka_unit_test(full_ones_take_turns),
       cmocka_unit_test(threads_stay_below_the_ceilings),
       cmocka_unit_test(a_walk_gives_the_lock_to_others),

@@ -42,6 +42,7 @@ static fake_cuda_fail_function *fake_fail;
 static fake_cuda_fail_on_function *fake_fail_on;
 static fake_cuda_read_function *fake_read;
 static uint64_t operations = OPERATIONS, first_seed = 1;
+static _Atomic uint64_t gpu_quota;  // bytes; 0: none
 
 typedef struct world {
   char directory[64], kernels[80];
@@ -66,6 +67,19 @@ typedef struct world {
 
 static int64_t count_of(const world *w, qkv_metric_id metric) {
   return qkv_metric_read(&w->metrics[metric]);
+}
+
+// ---- The tenant's quota ----
+
+static void read_limits(void *unused, const char *tenant, qkv_account_limits *limits) {
+  (void)unused;
+  (void)tenant;
+  limits->gpu_bytes = gpu_quota;
+}
+
+static void set_quota(const world *w, uint64_t bytes) {
+  gpu_quota = bytes;
+  qkv_accounts_refresh(qkv_store_accounts(w->store));
 }
 
 // ---- Life ----
@@ -148,6 +162,7 @@ static void setup(world *w, bool calibrated, uint64_t memory_bytes, uint64_t are
                                                   .models_max = 1,
                                                   .sessions_max = 2 * SESSIONS,
                                                   .policy = qkv_server_options_policy(&w->values),
+                                                  .limits = read_limits,
                                                   .choose_device = qkvi_gpus_choose,
                                                   .devices = w->gpus});
   if (qkvi_residency_create(&w->values, w->store, NULL, w->metrics, &w->residency, &error) != QKV_OK)
@@ -168,6 +183,7 @@ static void close_session(world *w, qkv_session **session) {
 
 static void teardown(world *w) {
   char command[256];
+  set_quota(w, 0);
   for (size_t i = 0; i < SESSIONS; i++) {
     if (w->sessions[i] != NULL) close_session(w, &w->sessions[i]);
   }
@@ -381,6 +397,7 @@ static void operate(bool calibrated, uint64_t count, uint64_t memory_bytes, uint
     if (calibrated && random_below(&w.seed, 100) == 0) calibrate(&w, random_below(&w.seed, 3) > 0);
     const size_t at = random_below(&w.seed, SESSIONS);
     if (random_below(&w.seed, count / FAULTS + 1) == 0) break_something(&w.seed);
+    if (random_below(&w.seed, count / FAULTS + 1) == 0) set_quota(&w, random_below(&w.seed, 3) << 18);
     if (w.sessions[at] != NULL && qkv_session_length(w.sessions[at]) > 1500) close_session(&w, &w.sessions[at]);
     if (w.sessions[at] == NULL || random_below(&w.seed, 6) == 0) {
       change(&w, at);

@@ -234,7 +234,7 @@ class CompactResponse(_message.Message):
     def __init__(self, bytes_freed: _Optional[int] = ...) -> None: ...
 
 class Quota(_message.Message):
-    __slots__ = ("tenant", "host_bytes", "host_bytes_guaranteed", "ssd_bytes", "ssd_bytes_guaranteed", "sessions", "models", "calls", "bytes_per_second", "rows_per_second", "weight")
+    __slots__ = ("tenant", "host_bytes", "host_bytes_guaranteed", "ssd_bytes", "ssd_bytes_guaranteed", "sessions", "models", "calls", "bytes_per_second", "rows_per_second", "weight", "gpu_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_GUARANTEED_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class Quota(_message.Message):
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     host_bytes: int
     host_bytes_guaranteed: int
@@ -257,10 +258,11 @@ class Quota(_message.Message):
     bytes_per_second: int
     rows_per_second: int
     weight: int
-    def __init__(self, tenant: _Optional[str] = ..., host_bytes: _Optional[int] = ..., host_bytes_guaranteed: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., ssd_bytes_guaranteed: _Optional[int] = ..., sessions: _Optional[int] = ..., models: _Optional[int] = ..., calls: _Optional[int] = ..., bytes_per_second: _Optional[int] = ..., rows_per_second: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+    gpu_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., host_bytes: _Optional[int] = ..., host_bytes_guaranteed: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., ssd_bytes_guaranteed: _Optional[int] = ..., sessions: _Optional[int] = ..., models: _Optional[int] = ..., calls: _Optional[int] = ..., bytes_per_second: _Optional[int] = ..., rows_per_second: _Optional[int] = ..., weight: _Optional[int] = ..., gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class QuotaUsage(_message.Message):
-    __slots__ = ("host_bytes", "ssd_bytes", "sessions", "models", "calls", "bytes", "rows", "refused")
+    __slots__ = ("host_bytes", "ssd_bytes", "sessions", "models", "calls", "bytes", "rows", "refused", "gpu_bytes")
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +271,7 @@ class QuotaUsage(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     host_bytes: int
     ssd_bytes: int
     sessions: int
@@ -277,7 +280,8 @@ class QuotaUsage(_message.Message):
     bytes: int
     rows: int
     refused: int
-    def __init__(self, host_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., models: _Optional[int] = ..., calls: _Optional[int] = ..., bytes: _Optional[int] = ..., rows: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+    gpu_bytes: int
+    def __init__(self, host_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., models: _Optional[int] = ..., calls: _Optional[int] = ..., bytes: _Optional[int] = ..., rows: _Optional[int] = ..., refused: _Optional[int] = ..., gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class SetQuotaRequest(_message.Message):
     __slots__ = ("quota",)
