@@ -100,6 +100,7 @@ def test_half_messages_are_read_slowly():
         begun = time.monotonic()
         assert raw.upload(7, 60 << 20, 28 << 20, 30) == 28 << 20
         assert time.monotonic() - begun > 0.5 and daemon.metric(PAUSES) > pauses + 100  # 13 MiB, 32 KiB in 5 ms
+        wait_for(lambda: daemon.metric("qkvd_request_bytes") >= (3 * 59 + 28) * MIB, "what was sent is not read")
         assert daemon.metric(MESSAGES_CLOSED) == 0
         assert SANITIZED or daemon.rss_bytes() < before + 256 * MIB
         cache.append(0, *cache.rows(7168))  # 56 MiB

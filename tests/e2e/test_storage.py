@@ -289,15 +289,15 @@ def test_a_session_does_not_expire_during_an_attend(start):
         stub = daemon.stub()
         shape = {"layers": 1, "kv_heads": 1, "q_heads": 1, "key_dim": 64, "value_dim": 64, "durability": ASYNC}
         long, brief = Cache(stub, "long", **shape), Cache(stub, "brief", **shape)
-        for position in range(0, 16000, 4000):
+        for position in range(0, 64000, 4000):
             long.append(position, *long.rows(4000))
         for cache in (long, brief):
             stub.Touch(kv.TouchRequest(session=cache.name, ttl_ms=2000))
-        item = long.item(16000, q=long.queries(100_000))
+        item = long.item(64000, q=long.queries(100_000))  # takes long on any machine
         attend = stub.Attend.future(kv.AttendRequest(items=[item]), timeout=TIMEOUT)
         wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 1, "the end of the other session")
         time.sleep(2)
-        assert long.info().lengths[0] == 16000 and not attend.done()
+        assert long.info().lengths[0] == 64000 and not attend.done()
         attend.cancel()
         wait_for(lambda: daemon.metric("qkvd_sessions_expired_total") == 2, "the end of the session")
 
